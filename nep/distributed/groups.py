@@ -1,0 +1,233 @@
+"""Process groups of one generation. They are values that are passed on: nothing here is global."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from datetime import timedelta
+
+import torch
+import torch.distributed as dist
+
+from nep.distributed.waiting import Pending, PendingWork, Waiter, WaitingThread
+
+
+def create_process_group(
+    store: dist.Store, *, rank: int, size: int, timeout_s: float, hostname: str | None = None
+) -> dist.ProcessGroup:
+    """A gloo group that needs no default group. Blocks until all `size` members have come.
+
+    Collective: every member calls it, each with a `store` of the same prefix.
+
+    Args:
+        store: where the members find each other.
+        rank, size: this member's index and the number of members.
+        timeout_s: the group's own time-out, finite so that abandoned operations end.
+        hostname: the address to listen on; by default the one that this host's name resolves to.
+    """
+    options = dist.ProcessGroupGloo._Options()
+    options._timeout = timedelta(seconds=timeout_s)
+    options._devices = [
+        dist.ProcessGroupGloo.create_device(hostname=hostname)
+        if hostname is not None
+        else dist.ProcessGroupGloo.create_default_device()
+    ]
+    backend = dist.ProcessGroupGloo(store, rank, size, options)
+    # A bare ProcessGroupGloo lacks the single-tensor calls; the wrapper has them.
+    group = dist.ProcessGroup(store, rank, size)
+    group._register_backend(torch.device("cpu"), dist.ProcessGroup.BackendType.GLOO, backend)
+    group._set_default_backend(dist.ProcessGroup.BackendType.GLOO)
+    return group
+
+
+class Communicator:
+    """A process group with the slots that form it.
+
+    Args:
+        name: for messages and traces.
+        group: the torch group, or None when this slot is its only member.
+        slots: members; the position in this tuple is the rank.
+        slot: this slot.
+        trace: called with (communicator, operation) at every launch, in order.
+    """
+
+    def __init__(
+        self,
+        name: str,
+        group: dist.ProcessGroup | None,
+        slots: Sequence[int],
+        slot: int,
+        trace: Callable[[str, str], None] | None = None,
+    ):
+        if group is None and len(slots) != 1:
+            raise ValueError(f"communicator {name} with {len(slots)} slots needs a process group")
+        self.name = name
+        self.group = group
+        self.slots = tuple(slots)
+        self.rank = self.slots.index(slot)
+        self._rank_of = {member: index for index, member in enumerate(self.slots)}
+        self._trace = trace
+        self._tag = 0
+        # Sends and receives cannot be polled, so a thread waits for them.
+        self._thread = WaitingThread(f"wait-{name}") if group is not None else None
+
+    @property
+    def size(self) -> int:
+        return len(self.slots)
+
+    def _launched(self, operation: str) -> None:
+        if self._trace is not None:
+            self._trace(self.name, operation)
+
+    def all_to_all(
+        self, output: torch.Tensor, inputs: torch.Tensor, output_splits: list[int], input_splits: list[int]
+    ) -> Pending:
+        """Uneven all-to-all along dimension 0. Every member calls it."""
+        assert self.group is not None
+        self._launched("all_to_all")
+        work = self.group.alltoall_base(output, inputs, output_splits, input_splits)
+        return PendingWork(work, (output, inputs))
+
+    def all_gather(self, output: torch.Tensor, inputs: torch.Tensor) -> Pending:
+        """`output` [size * n] gets every member's `inputs` [n], in rank order. Every member calls it."""
+        assert self.group is not None
+        self._launched("all_gather")
+        work = self.group._allgather_base(output, inputs)
+        return PendingWork(work, (output, inputs))
+
+    def exchange(self, sends: Mapping[int, torch.Tensor], receives: Mapping[int, torch.Tensor]) -> Pending:
+        """Grouped sends and receives with those peers (slots) that have data.
+
+        Every member calls it the same number of times (calls are numbered to match), also those that send
+        and receive nothing.
+        """
+        self._tag += 1
+        self._launched("exchange")
+        if not sends and not receives:
+            return _Nothing()
+        assert self.group is not None and self._thread is not None
+        works = [self.group.recv([buffer], self._rank_of[peer], self._tag) for peer, buffer in receives.items()]
+        works += [self.group.send([buffer], self._rank_of[peer], self._tag) for peer, buffer in sends.items()]
+        return self._thread.submit([work.wait for work in works], (dict(sends), dict(receives)))
+
+    def close(self) -> None:
+        """No more calls; the waiting thread ends when the last operation has."""
+        if self._thread is not None:
+            self._thread.close()
+
+    @property
+    def quiet(self) -> bool:
+        """Whether no operation is being waited for any more (after `close`)."""
+        return self._thread is None or not self._thread.alive
+
+
+class _Nothing:
+    def done(self) -> bool:
+        return True
+
+    def check(self) -> None:
+        return None
+
+    def ended(self) -> bool:
+        return True
+
+
+@dataclass(frozen=True, kw_only=True)
+class Groups:
+    """The communicators of one slot in one generation. Each has one use, so none is entered in two orders.
+
+    Attributes:
+        generation: which membership they belong to.
+        transfer: all members: gradient sums, parameter return, recovery.
+        vote: all members: records and counts.
+        dispatch: the members of this slot's replica: tokens.
+    """
+
+    generation: int
+    transfer: Communicator
+    vote: Communicator
+    dispatch: Communicator
+
+    def close(self) -> None:
+        for communicator in (self.transfer, self.vote, self.dispatch):
+            communicator.close()
+
+    @property
+    def quiet(self) -> bool:
+        return all(c.quiet for c in (self.transfer, self.vote, self.dispatch))
+
+
+def build_groups(
+    *,
+    generation: int,
+    slot: int,
+    slots: Sequence[int],
+    replica: Sequence[int],
+    replica_index: int,
+    store_for: Callable[[str], dist.Store],
+    waiter: Waiter,
+    group_timeout_s: float,
+    rebuild_timeout_s: float,
+    hostname: str | None = None,
+    trace: Callable[[str, str], None] | None = None,
+) -> Groups:
+    """Build every communicator of a generation, able to give up while another member is missing.
+
+    Collective: all `slots` call it, in any order.
+
+    Args:
+        store_for: a store (own connection) for a prefix.
+        waiter: gives up when this generation has a fault.
+
+    Raises:
+        Fault: a member did not come in `rebuild_timeout_s`, or the generation has a fault.
+    """
+    builder = WaitingThread(f"build-groups-{generation}")
+
+    def build(name: str, members: Sequence[int]) -> Communicator:
+        if len(members) == 1:
+            return Communicator(name, None, members, slot, trace)
+
+        def create() -> dist.ProcessGroup:
+            return create_process_group(
+                store_for(f"group/{generation}/{name}"),
+                rank=list(members).index(slot),
+                size=len(members),
+                timeout_s=group_timeout_s,
+                hostname=hostname,
+            )
+
+        pending = builder.submit([create])
+        waiter.wait(pending, f"process group {name} of generation {generation}", rebuild_timeout_s)
+        return Communicator(name, pending.value, members, slot, trace)
+
+    try:
+        return Groups(
+            generation=generation,
+            transfer=build("transfer", slots),
+            vote=build("vote", slots),
+            dispatch=build(f"dispatch-{replica_index}", replica),
+        )
+    finally:
+        builder.close()
+
+
+class ParkingLot:
+    """Groups and operations of past generations that may still write to their memory."""
+
+    def __init__(self) -> None:
+        self._parked: list[tuple[Groups | None, list[Pending]]] = []
+
+    def park(self, groups: Groups | None, operations: Sequence[Pending]) -> None:
+        if groups is not None:
+            groups.close()
+        self._parked.append((groups, list(operations)))
+
+    def reap(self) -> int:
+        """Drop what has ended; returns how many generations are still parked."""
+        self._parked = [
+            (groups, operations)
+            for groups, operations in self._parked
+            if not ((groups is None or groups.quiet) and all(operation.ended() for operation in operations))
+        ]
+        return len(self._parked)

@@ -1,0 +1,172 @@
+"""A training step, and a change of layout, as transactions: everything or nothing, on all slots alike."""
+
+from __future__ import annotations
+
+import logging
+import math
+from collections.abc import Callable
+from dataclasses import dataclass
+
+import torch
+
+from nep.distributed.collectives import all_gather_bytes, sum_exact
+from nep.distributed.waiting import Fault
+from nep.fault_tolerance.history import Committed
+from nep.fault_tolerance import transaction
+from nep.fault_tolerance.runtime import SlotRun
+from nep.fault_tolerance.vote import Tally, VoteError, VoteKind, VoteRecord, unpack_records, verify
+from nep.parallel.grad_sync import GradSync
+from nep.parallel.optimizer import apply_adamw
+from nep.parallel.state import SlotState
+
+log = logging.getLogger(__name__)
+
+
+@dataclass(frozen=True, kw_only=True)
+class StepSums:
+    """What one slot adds to a step, besides gradients.
+
+    Attributes:
+        loss: summed over its tokens.
+        tokens, samples: how many.
+        sample_hash: sum of its samples' hashes modulo 2**64.
+        counts_le: its tokens per layer and expert, int64.
+        seconds: compute time.
+    """
+
+    loss: float
+    tokens: int
+    samples: int
+    sample_hash: int
+    counts_le: torch.Tensor
+    seconds: float
+
+
+def commit_step(run: SlotRun, step: int, sums: StepSums) -> None:
+    """Phases 2 to 7 of a step: sums, prepared, vote, apply, return. All members call it.
+
+    Raises:
+        Fault: the step may or may not be committed; recovery finds out.
+    """
+    assert run.progress.prepared is None, "the sums of an earlier step are still needed"
+    generation, sync = run.current, run.sync
+    groups, waiter, probe = generation.groups, generation.waiter, run.probe_at(step)
+    sync.reduce(groups.transfer, waiter, probe)
+    run.counts_le = sum_exact(groups.vote, sums.counts_le, waiter, "expert counts")
+    run.progress = transaction.after_prepare(run.progress, step)
+
+    norm2 = sync.norm2_owned()
+    blob = _vote(
+        run,
+        kind=VoteKind.STEP,
+        number=step,
+        sums=sums,
+        norm2=norm2,
+        nonfinite=not (math.isfinite(norm2) and math.isfinite(sums.loss)),
+        on_sent=lambda: probe("vote"),
+    )
+    run.progress = transaction.after_vote(run.progress, step, blob, generation.members)
+    probe("apply")
+    apply(run)
+    sync.return_parameters(groups.transfer, waiter, step, probe)
+    run.progress = transaction.after_return(run.progress)
+    waiter.deadline_s = run.recipe.timeouts.wait_s
+
+
+def apply(run: SlotRun) -> None:
+    """Apply the committed step from its stored records. No wait inside, and the same bits on every slot."""
+    progress, recipe, history = run.progress, run.recipe, run.history
+    step = progress.tx
+    assert progress.result is not None and run.counts_le is not None
+    tally = Tally.of(unpack_records(progress.result))
+    committed = Committed.from_tally(step, tally)
+    applied = transaction.after_apply(progress)  # refuses before anything is changed
+    if not committed.skipped:
+        apply_adamw(
+            [run.state.owned, run.state.mirrored],
+            recipe.lines,
+            recipe.optimizer,
+            lr=recipe.optimizer.learning_rate(step, recipe.total_steps),
+            update=history.num_updates + 1,
+            scale=recipe.optimizer.gradient_scale(math.sqrt(tally.norm2), tally.tokens),
+        )
+        history.num_updates += 1
+    history.steps.append(committed)
+    history.counts_le.append(run.counts_le)
+    run.counts_le = None
+    run.progress = applied  # only now may the buffers of the sums be used again
+
+
+def commit_layout(run: SlotRun, next_state: SlotState) -> None:
+    """Vote on a layout whose state is complete on this slot, then drop the old one. All members call it.
+
+    Raises:
+        Fault: the layout may or may not be committed; recovery finds out.
+    """
+    plan = next_state.plan
+    run.next_state = next_state
+    run.progress = transaction.after_receive(run.progress, plan.number, plan.digest)
+    _vote(run, kind=VoteKind.LAYOUT, number=run.progress.tx, layout=plan.number, digest=plan.digest)
+    adopt(run)
+
+
+def adopt(run: SlotRun) -> None:
+    """Make the received layout the current one: its vote was seen, here or by a survivor."""
+    assert run.next_state is not None
+    run.progress = transaction.after_adopt(run.progress)
+    run.state, run.next_state = run.next_state, None
+    run.sync = GradSync.build(run.state, run.recipe.lines, run.recipe.dtype)
+
+
+def _vote(
+    run: SlotRun,
+    *,
+    kind: VoteKind,
+    number: int,
+    sums: StepSums | None = None,
+    norm2: float = 0.0,
+    nonfinite: bool = False,
+    layout: int | None = None,
+    digest: str | None = None,
+    on_sent: Callable[[], None] | None = None,
+) -> bytes:
+    """All-gather one record per slot; returns them packed once all verify: the vote has been seen.
+
+    The buffer of a wait that failed is never read.
+    """
+    generation = run.current
+    plan = run.state.plan
+    layout = plan.number if layout is None else layout
+    digest = plan.digest if digest is None else digest
+    record = VoteRecord(
+        kind=kind,
+        slot=run.slot,
+        generation=generation.number,
+        transaction=number,
+        layout=layout,
+        norm2=norm2,
+        nonfinite=nonfinite,
+        tokens=sums.tokens if sums else 0,
+        loss=sums.loss if sums else 0.0,
+        seconds=sums.seconds if sums else 0.0,
+        samples=sums.samples if sums else 0,
+        sample_hash=sums.sample_hash if sums else 0,
+        digest=bytes.fromhex(digest),
+        request=0,
+        state_hash=0,
+    )
+    what = f"the vote on {'step' if kind is VoteKind.STEP else 'layout'} {number if kind is VoteKind.STEP else layout}"
+    blob = b"".join(all_gather_bytes(generation.groups.vote, record.pack(), generation.waiter, what, on_sent))
+    try:
+        verify(
+            blob,
+            generation.members,
+            generation=generation.number,
+            transaction=number,
+            kind=kind,
+            layout=layout,
+            digest=bytes.fromhex(digest),
+        )
+    except VoteError as error:
+        raise Fault("record", f"{what}: {error}") from error
+    return blob

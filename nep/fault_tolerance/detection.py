@@ -1,0 +1,40 @@
+"""How a slot learns that its generation has a fault."""
+
+from __future__ import annotations
+
+import threading
+
+from nep.fault_tolerance.control_store import ControlStore, fault_key
+
+
+_RENEW_S = 86_400.0  # how long one blocking request lasts; a time-out costs the store a warning
+
+
+class FaultWatch:
+    """Watches the fault flag of one generation in a thread of its own.
+
+    The control store notifies; nothing is polled. The thread ends when the flag is raised, which every
+    generation but the last does, or with the process.
+
+    Args:
+        store: a connection of its own.
+        generation: whose flag.
+    """
+
+    def __init__(self, store: ControlStore, generation: int):
+        self._store = store
+        self._key = fault_key(generation)
+        self._reason: str | None = None
+        threading.Thread(target=self._watch, name=f"fault-{generation}", daemon=True).start()
+
+    def _watch(self) -> None:
+        try:
+            while not self._store.wait(self._key, _RENEW_S):
+                pass
+            self._reason = self._store.get(self._key) or "a fault"
+        except RuntimeError as error:
+            self._reason = f"the control store cannot be reached ({type(error).__name__})"
+
+    def reason(self) -> str | None:
+        """Why the generation has a fault, or None."""
+        return self._reason

@@ -1,0 +1,104 @@
+"""How the slots agree on the next generation, through the control store: RECOVER 2 to 4 of the protocol."""
+
+from __future__ import annotations
+
+import logging
+import time
+from collections.abc import Callable, Mapping
+from typing import Any
+
+from nep.distributed.timeouts import Timeouts
+from nep.fault_tolerance.control_store import ControlStore, decision_key, exit_key, fence_key, record_key
+from nep.fault_tolerance.transaction import Decision, Progress
+
+log = logging.getLogger(__name__)
+
+_POLL_S = 0.002
+# A slot that could decide waits this long for each member before it, so that usually only one makes a plan.
+_TURN_S = 0.05
+
+
+class LeftOut(RuntimeError):
+    """The others went on without this slot: it was taken for dead."""
+
+
+def dead_members(store: ControlStore, members: tuple[int, ...]) -> set[int]:
+    """Members whose supervisors have reported the end of their trainers."""
+    return {slot for slot in members if store.exists(exit_key(slot))}
+
+
+def agree(
+    store: ControlStore,
+    generation: int,
+    members: tuple[int, ...],
+    own: Progress,
+    timeouts: Timeouts,
+    decide: Callable[[Mapping[int, Progress], set[int]], Decision],
+) -> Decision:
+    """Post this slot's record and return the decision that founds `generation`.
+
+    A decision is made when every member of the generation before has posted or is confirmed dead, and is
+    written once by compare-and-set. Whoever does neither in time is fenced: its supervisor kills it.
+
+    Args:
+        members: of the generation before.
+        own: what this slot can prove.
+        decide: makes the decision from the live members' records and the dead slots; any slot may be the one.
+
+    Raises:
+        LeftOut: the decision was made without this slot.
+        RuntimeError: some member neither answered nor could be fenced.
+    """
+    store.set(record_key(generation, own.slot), own.to_json())
+    deadline = time.monotonic() + timeouts.agree_s
+    fence_at = time.monotonic() + timeouts.wait_s
+    ready_since: float | None = None
+    while True:
+        text = store.get(decision_key(generation))
+        if text is not None:
+            return _checked(Decision.from_json(text), own.slot)
+        now = time.monotonic()
+        posted = [slot for slot in members if store.exists(record_key(generation, slot))]
+        dead = dead_members(store, members)
+        silent = [slot for slot in members if slot not in posted and slot not in dead]
+        live = [slot for slot in posted if slot not in dead]
+        if not silent:
+            ready_since = now if ready_since is None else ready_since
+            if now - ready_since >= _TURN_S * live.index(own.slot):
+                records = {slot: Progress.from_json(_require(store, record_key(generation, slot))) for slot in live}
+                mine = decide(records, dead).to_json()
+                return _checked(
+                    Decision.from_json(store.compare_and_set(decision_key(generation), "", mine)), own.slot
+                )
+        elif now > deadline:
+            raise RuntimeError(
+                f"slots {silent} neither answered nor ended within {timeouts.agree_s:g} s of recovery; "
+                "see their logs, and give a larger --timeout-base-s if they were only slow"
+            )
+        elif now > fence_at:
+            _fence(store, silent)
+            fence_at = deadline
+        time.sleep(_POLL_S)
+
+
+def _checked(decision: Decision, slot: int) -> Decision:
+    if slot not in decision.members:
+        raise LeftOut(f"slot {slot} is not in generation {decision.generation}: {decision.reason}")
+    return decision
+
+
+def _fence(store: ControlStore, slots: list[int]) -> None:
+    for slot in slots:
+        log.warning("slot %d does not answer; asking its supervisor to kill it", slot)
+        store.set(fence_key(slot), "1")
+
+
+def _require(store: ControlStore, key: str) -> str:
+    text = store.get(key)
+    assert text is not None, f"{key} was there a moment ago"
+    return text
+
+
+def fault_reason(kind: str, slot: int, detail: str) -> dict[str, Any]:
+    """What a fault flag says."""
+    return {"reason": kind, "slot": slot, "detail": detail, "time": time.time()}

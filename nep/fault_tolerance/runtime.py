@@ -1,0 +1,102 @@
+"""What one slot carries through the generations of a job."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass, field
+
+import torch
+
+from nep.distributed.groups import Groups, ParkingLot
+from nep.distributed.timeouts import Timeouts
+from nep.distributed.waiting import Waiter
+from nep.fault_tolerance.control_store import ControlStore
+from nep.fault_tolerance.history import History
+from nep.fault_tolerance.job import Job
+from nep.fault_tolerance.transaction import Progress
+from nep.parallel.grad_sync import GradSync
+from nep.parallel.optimizer import OptimizerConfig
+from nep.parallel.state import SlotState
+from nep.planning.cluster import Cluster
+from nep.planning.layout import Lines
+
+
+@dataclass(frozen=True, kw_only=True)
+class Recipe:
+    """What is the same in every generation.
+
+    Attributes:
+        lines: the model's parameters.
+        dtype: of the parameters.
+        optimizer: AdamW and its schedule.
+        total_steps: T of the protocol.
+        timeouts: derived from one base.
+    """
+
+    lines: Lines
+    dtype: torch.dtype
+    optimizer: OptimizerConfig
+    total_steps: int
+    timeouts: Timeouts
+
+
+@dataclass(frozen=True, kw_only=True)
+class Generation:
+    """One membership, as this slot takes part in it.
+
+    Attributes:
+        number: from 1.
+        members: slots, ascending; the position is the rank.
+        groups: communicators, rebuilt whole for each generation.
+        waiter: gives up at a fault of this generation.
+    """
+
+    number: int
+    members: tuple[int, ...]
+    groups: Groups
+    waiter: Waiter
+
+
+@dataclass(kw_only=True)
+class SlotRun:
+    """One slot's tensors and what it can prove about them.
+
+    Attributes:
+        progress: the local variables of the protocol; changed only by the rules in
+            `nep.fault_tolerance.transaction`.
+        state: tensors under the committed layout, the one that `progress.layout` names.
+        next_state: complete state under `progress.next_layout`, or None.
+        sync: transfers compiled for `state`.
+        counts_le: global tokens per layer and expert of the prepared step.
+        cluster: health as this slot knows it.
+        history: what was committed.
+        parking: groups and operations of broken generations.
+    """
+
+    job: Job
+    store: ControlStore
+    recipe: Recipe
+    probe: Callable[[str, int], None]
+    cluster: Cluster
+    progress: Progress
+    state: SlotState
+    sync: GradSync
+    next_state: SlotState | None = None
+    counts_le: torch.Tensor | None = None
+    history: History = field(default_factory=History)
+    generation: Generation | None = None
+    parking: ParkingLot = field(default_factory=ParkingLot)
+
+    @property
+    def slot(self) -> int:
+        return self.job.slot
+
+    @property
+    def current(self) -> Generation:
+        """The generation this slot is in."""
+        assert self.generation is not None
+        return self.generation
+
+    def probe_at(self, step: int) -> Callable[[str], None]:
+        """Failure injection for one step."""
+        return lambda phase: self.probe(phase, step)

@@ -1,0 +1,417 @@
+"""The small parent between the launcher and a trainer.
+
+A launcher such as torchrun stops every worker when one of them dies. So its worker is not the trainer but
+this parent: it forks the trainer, outlives it, tells the others of its death within milliseconds, kills it
+when it is frozen and somebody asks for that (a fence), and stays until the job has ended.
+
+What keeps this safe (each rule has a hang or an orphan behind it):
+
+* The parent may have imported torch, but has one thread and has run no tensor operation: a thread pool does
+  not survive a fork, and the child would wait for it for ever.
+* It opens its store connection after the fork; child and parent never share one.
+* Its own death by SIGKILL takes the trainer along (SIGKILL from the kernel); the launcher's death reaches it
+  as SIGTERM, so that it can still tidy up.
+* The launcher signals the whole process group, the trainer included: nothing is forwarded, unless the
+  launcher has died.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import faulthandler
+import os
+import signal
+import sys
+import time
+import traceback
+from collections.abc import Callable, Iterable
+from dataclasses import dataclass
+from datetime import timedelta
+from typing import Any, NoReturn, TypeVar
+
+import torch.distributed as dist
+
+from nep.distributed.timeouts import Timeouts
+from nep.fault_tolerance import processes
+from nep.fault_tolerance.control_store import (
+    ControlStore,
+    decision_key,
+    end_key,
+    exit_key,
+    fence_key,
+    supervisor_key,
+)
+from nep.fault_tolerance.job import (
+    GenerationCell,
+    Job,
+    JobSpec,
+    publish_job,
+    slot_log_path,
+)
+
+Trainer = Callable[[Job], int]
+T = TypeVar("T")
+
+# Exit codes with which a trainer leaves a job that has ended: done; no checkpoint; stopped with a checkpoint.
+FINAL_CODES = (0, 3, 4)
+_STOP_SIGNALS = (signal.SIGTERM, signal.SIGINT, signal.SIGHUP, signal.SIGQUIT)  # those torchrun passes on
+_WATCHED = (signal.SIGCHLD, *_STOP_SIGNALS)
+
+
+@dataclass(frozen=True, kw_only=True)
+class SupervisorTimeouts:
+    """The supervisor's time constants, all derived from one base (seconds).
+
+    Attributes:
+        poll_s: between two looks at the store. A child's death does not wait for it: SIGCHLD ends the pause.
+        slow_poll_s: between two looks at what is not urgent.
+        grace_s: what a trainer gets to finish by itself after a signal or the loss of the store. Less than
+            the 30 s after which torchrun kills.
+        leave_s: what a trainer gets to leave after the end of the job.
+        helper_s: what helper processes that a dead trainer left behind get after SIGTERM.
+    """
+
+    poll_s: float
+    slow_poll_s: float
+    grace_s: float
+    leave_s: float
+    helper_s: float
+
+    @classmethod
+    def from_base(cls, base_s: float) -> SupervisorTimeouts:
+        return cls(
+            poll_s=min(base_s / 20, 0.05),
+            slow_poll_s=min(base_s / 5, 0.5),
+            grace_s=min(2.5 * base_s, 25.0),
+            leave_s=4 * base_s,
+            helper_s=min(base_s / 2, 5.0),
+        )
+
+
+def supervise(trainer: Trainer, *, spec: JobSpec) -> int:
+    """Run `trainer` in a forked child and stay until the job has ended.
+
+    Every slot's worker process calls it, single-threaded and before any tensor operation.
+
+    Args:
+        trainer: gets a `Job`, returns its exit code. It sets or awaits the end flag before it returns: an
+            exit without the flag is an abnormal one, whatever its code (a library may call `os._exit(0)`).
+        spec: this slot's place in the job, with a store address.
+
+    Returns:
+        The exit code for the launcher: the trainer's own, or the job's (the value of the end flag) if this
+        slot's trainer died earlier, or 1 if the job was stopped or nobody is left to end it.
+
+    Raises:
+        RuntimeError: this process has more than one thread, or the platform is not Linux.
+        ValueError: `spec` has no store address.
+    """
+    if spec.store_address is None:
+        raise ValueError("spec.store_address (None) is needed to supervise; without a launcher use run_alone")
+    spec.run_dir.mkdir(parents=True, exist_ok=True)
+    launcher_pid = os.getppid()
+    processes.become_subreaper()
+    processes.set_parent_death_signal(signal.SIGTERM)
+    # Blocked signals wait for sigtimedwait: no handlers, so no state that changes between two lines.
+    inherited_mask = signal.pthread_sigmask(signal.SIG_BLOCK, _WATCHED)
+    timeouts = SupervisorTimeouts.from_base(spec.timeout_base_s)
+    try:
+        cell = GenerationCell()
+        pid = _fork_trainer(trainer, Job.from_spec(spec, cell, spec.store_address), inherited_mask)
+        supervisor = _Supervisor(
+            spec=spec, trainer_pid=pid, launcher_pid=launcher_pid, cell=cell, timeouts=timeouts
+        )
+        return supervisor.run()
+    finally:
+        processes.end_descendants(timeouts.helper_s)
+        while signal.sigtimedwait(_WATCHED, 0) is not None:
+            pass  # a SIGTERM that is still pending would be delivered below and replace the exit code
+        signal.pthread_sigmask(signal.SIG_SETMASK, inherited_mask)
+
+
+def run_alone(trainer: Trainer, *, spec: JobSpec) -> int:
+    """Run `trainer` in this process, as the only slot of a job that hosts its own control store on loopback.
+
+    Raises:
+        ValueError: `spec` belongs to a job of several slots or to a launcher.
+    """
+    if spec.store_address is not None or spec.num_slots != 1:
+        raise ValueError(
+            f"spec (num_slots {spec.num_slots}, store_address {spec.store_address}) comes from a launcher; "
+            "use supervise"
+        )
+    timeout = timedelta(seconds=Timeouts(base_s=spec.timeout_base_s).store_s)
+    server = dist.TCPStore("127.0.0.1", 0, None, True, timeout, wait_for_workers=False)
+    address = f"127.0.0.1:{server.port}"
+    publish_job(spec, ControlStore(server, spec.prefix), address)
+    return trainer(Job.from_spec(spec, GenerationCell(), address))
+
+
+def _fork_trainer(trainer: Trainer, job: Job, mask: Iterable[int]) -> int:
+    sys.stdout.flush()  # what is buffered now would be written twice
+    sys.stderr.flush()
+    parent_pid = os.getpid()
+    pid = os.fork()
+    if pid == 0:
+        _run_trainer(trainer, job, mask, parent_pid)
+    # Counted after the fork: OpenBLAS has threads that it stops before and restarts after one, harmlessly.
+    threads = processes.num_threads()
+    if threads != 1:
+        processes.send_signal(pid, signal.SIGKILL)
+        raise RuntimeError(
+            f"the supervisor has {threads} threads at the fork, so its trainer could hang in the first "
+            "parallel operation; call supervise before any tensor operation, thread or device is used"
+        )
+    return pid
+
+
+def _run_trainer(trainer: Trainer, job: Job, mask: Iterable[int], parent_pid: int) -> NoReturn:
+    """The child. It leaves by `os._exit`: it must not unwind into the parent's frames or exit handlers."""
+    code: Any = 1
+    try:
+        processes.set_parent_death_signal(signal.SIGKILL)
+        if os.getppid() != parent_pid:
+            os._exit(1)  # the parent died before the line above, which then sends nothing
+        signal.pthread_sigmask(signal.SIG_SETMASK, mask)
+        with contextlib.suppress(OSError, ValueError, AttributeError):  # stderr may be no file
+            faulthandler.enable()
+        code = trainer(job)
+    except SystemExit as leaving:
+        code = 0 if leaving.code is None else leaving.code
+    except BaseException:
+        text = traceback.format_exc()
+        with contextlib.suppress(OSError), job.log_path.open("a") as log:
+            log.write(text)
+        with contextlib.suppress(OSError, ValueError):
+            sys.stderr.write(text)
+    finally:
+        for stream in (sys.stdout, sys.stderr):
+            with contextlib.suppress(OSError, ValueError):
+                stream.flush()
+        os._exit(code if isinstance(code, int) else 1)
+
+
+class _Supervisor:
+    """The parent's part, after the fork."""
+
+    def __init__(
+        self,
+        *,
+        spec: JobSpec,
+        trainer_pid: int,
+        launcher_pid: int,
+        cell: GenerationCell,
+        timeouts: SupervisorTimeouts,
+    ):
+        self._spec = spec
+        self._pid = trainer_pid
+        self._running = True
+        self._launcher_pid = launcher_pid
+        self._cell = cell
+        self._timeouts = timeouts
+        self._store: ControlStore | None = None
+        self._stopping = False
+        self._fenced = False
+        self._kill_at_s: float | None = None
+        self._kill_reason = ""
+        self._flagged: set[int] = set()  # generations whose fault flag this supervisor has raised
+        self._members: tuple[int, ...] = tuple(range(spec.num_slots))  # of the newest decision
+        self._decision = cell.get()  # its generation
+
+    def run(self) -> int:
+        self._connect()
+        exit_code = self._wait_for_trainer()
+        end_code = self._end_code()
+        if end_code is not None:
+            return self._leave_after_end(exit_code, end_code)
+        if self._store is None:
+            # Nobody can tell whether the job has ended: the trainer's word counts.
+            return exit_code if exit_code in FINAL_CODES else 1
+        self._report_exit(exit_code)
+        processes.end_descendants(self._timeouts.helper_s)  # what the trainer had started is adopted by now
+        return self._wait_for_end()
+
+    # The control store. The agent that hosts it may die at any time: then there is nobody left to tell.
+
+    def _connect(self) -> None:
+        spec = self._spec
+        assert spec.store_address is not None
+        try:
+            store = ControlStore.connect(
+                spec.store_address, spec.prefix, Timeouts(base_s=spec.timeout_base_s).store_s
+            )
+        except RuntimeError as error:
+            self._lose_store(error)
+            return
+        self._store = store
+        me = f"pid {os.getpid()} at {time.time()} on {os.uname().nodename}"
+        found = self._ask(lambda s: s.compare_and_set(supervisor_key(spec.slot), "", me), me)
+        if found != me:
+            # An elastic launcher starts its workers anew without counting it as an attempt.
+            raise RuntimeError(
+                f"slot {spec.slot} of {spec.prefix} in the control store {spec.store_address} has had a "
+                f"supervisor already ({found}); start a new launcher, with a fixed number of nodes"
+            )
+        if spec.slot == 0:
+            self._ask(lambda s: publish_job(spec, s, s.address), None)
+
+    def _ask(self, question: Callable[[ControlStore], T], otherwise: T) -> T:
+        """`question` about the store; `otherwise` if there is no store any more."""
+        if self._store is None:
+            return otherwise
+        try:
+            return question(self._store)
+        except dist.DistError as error:
+            self._lose_store(error)
+            return otherwise
+
+    def _lose_store(self, error: Exception) -> None:
+        self._store = None
+        first_line = str(error).partition("\n")[0]
+        self._say(f"lost the control store, so the launcher that hosts it is gone: {first_line}")
+        self._limit(self._timeouts.grace_s, "it did not finish after the control store was lost")
+
+    def _end_code(self) -> int | None:
+        """The job's exit code, or None while it runs."""
+        text = self._ask(lambda s: s.get(end_key()), None)
+        return None if text is None else int(text)
+
+    # While the trainer runs.
+
+    def _wait_for_trainer(self) -> int:
+        """Watch the trainer until it is gone; return its exit code, negative for a signal."""
+        next_slow_look_s = 0.0
+        while True:
+            self._pause()
+            ended = processes.reap()
+            if self._pid in ended:
+                self._running = False  # its pid may belong to another process from now on
+                return ended[self._pid]
+            self._obey_fence()
+            now_s = time.monotonic()
+            if now_s >= next_slow_look_s:
+                next_slow_look_s = now_s + self._timeouts.slow_poll_s
+                if self._kill_at_s is None and self._end_code() is not None:
+                    self._limit(self._timeouts.leave_s, "it did not leave after the end of the job")
+            if self._kill_at_s is not None and now_s >= self._kill_at_s:
+                self._say(f"killing the trainer: {self._kill_reason}")
+                processes.send_signal(self._pid, signal.SIGKILL)
+                self._kill_at_s = now_s + self._timeouts.grace_s  # one stuck in the kernel is told again
+
+    def _pause(self) -> None:
+        """Sleep until a child changes, a signal arrives or the next look is due."""
+        info = signal.sigtimedwait(_WATCHED, self._timeouts.poll_s)
+        if info is not None and info.si_signo in _STOP_SIGNALS and not self._stopping:
+            self._stopping = True
+            self._limit(self._timeouts.grace_s, "it did not finish after the launcher's signal")
+            if self._running and os.getppid() != self._launcher_pid:
+                # The kernel's signal for the launcher's death comes to this process alone.
+                self._say("the launcher has died; telling the trainer to stop")
+                processes.send_signal(self._pid, signal.SIGTERM)
+
+    def _limit(self, seconds: float, reason: str) -> None:
+        """Let the trainer live `seconds` more; an earlier limit stays."""
+        at_s = time.monotonic() + seconds
+        if self._kill_at_s is None or at_s < self._kill_at_s:
+            self._kill_at_s, self._kill_reason = at_s, reason
+
+    def _obey_fence(self) -> None:
+        # It names the trainer it means: a fence for an earlier trainer of this slot does not concern this one.
+        wanted = self._ask(lambda s: s.get(fence_key(self._spec.slot)), None)
+        if not self._fenced and wanted == str(self._spec.incarnation):
+            self._fenced = True
+            self._say("killing the trainer: it was fenced")
+            processes.send_signal(self._pid, signal.SIGKILL)  # ends a stopped process too
+
+    # When it is gone.
+
+    def _leave_after_end(self, exit_code: int, end_code: int) -> int:
+        if exit_code in FINAL_CODES:
+            return exit_code
+        self._say(
+            f"the trainer ended by {_describe(exit_code)} after the end of the job (exit code {end_code})"
+        )
+        return end_code
+
+    def _report_exit(self, exit_code: int) -> None:
+        """Tell the others that this slot's trainer is gone for good."""
+        spec, generation = self._spec, self._cell.get()
+        self._decision = generation
+        record = {
+            "slot": spec.slot,
+            "incarnation": spec.incarnation,
+            "status": exit_code,
+            "signal": processes.signal_name(-exit_code) if exit_code < 0 else None,
+            "fenced": self._fenced,
+            "generation": generation,
+            "time": time.time(),
+            "log": str(slot_log_path(spec.run_dir, spec.slot)),
+        }
+        # Before any decision is read. A member reads the decision first and the exit keys afterwards, so
+        # whatever the order, either it sees this key or this supervisor sees the decision.
+        self._ask(lambda s: s.set_json(exit_key(spec.slot), record), None)
+        self._flag(generation)
+        self._follow_decisions()
+        self._say(
+            f"the trainer ended by {_describe(exit_code)} in generation {generation}; its log is "
+            f"{record['log']}; waiting for the others to end the job"
+        )
+
+    def _flag(self, generation: int) -> None:
+        if generation in self._flagged:
+            return
+        self._flagged.add(generation)
+        detail = f"the trainer of slot {self._spec.slot} has ended"
+        reason = {"kind": "exit", "slot": self._spec.slot, "detail": detail, "time": time.time()}
+        self._ask(lambda s: s.raise_fault(generation, reason), None)
+
+    def _follow_decisions(self) -> None:
+        """Find the newest decision and raise its fault flag if it counts on this slot."""
+        decision = self._ask(lambda s: s.get_json(decision_key(self._decision)), None)
+        while True:
+            later = self._ask(lambda s: s.get_json(decision_key(self._decision + 1)), None)
+            if later is None:
+                break
+            self._decision += 1
+            decision = later
+        if decision is not None:
+            self._members = tuple(decision["members"])
+            if self._spec.slot in self._members:
+                self._flag(self._decision)
+
+    def _nobody_is_left(self) -> bool:
+        exits = [exit_key(slot) for slot in self._members]
+        # The last one to go may have set the end flag since the last look.
+        return self._ask(lambda s: s.exists(exits), False) and self._end_code() is None
+
+    def _wait_for_end(self) -> int:
+        """Keep this worker alive, since the launcher would stop the others, until they have ended the job."""
+        next_slow_look_s = 0.0
+        while True:
+            end_code = self._end_code()
+            if end_code is not None:
+                return end_code
+            if self._stopping or self._store is None:
+                return 1
+            now_s = time.monotonic()
+            if now_s >= next_slow_look_s:
+                next_slow_look_s = now_s + self._timeouts.slow_poll_s
+                self._follow_decisions()
+                if self._nobody_is_left():
+                    self._say(f"nobody is left: the trainers of slots {list(self._members)} have ended")
+                    return 1
+            self._pause()
+
+    def _say(self, text: str) -> None:
+        place = f"[gen {self._cell.get()} | slot {self._spec.slot} | supervisor]"
+        with contextlib.suppress(OSError, ValueError):
+            print(f"{place} {text}", file=sys.stderr, flush=True)
+        with (
+            contextlib.suppress(OSError),
+            slot_log_path(self._spec.run_dir, self._spec.slot).open("a") as log,
+        ):
+            log.write(f"{place} {text}\n")
+
+
+def _describe(exit_code: int) -> str:
+    return processes.signal_name(-exit_code) if exit_code < 0 else f"exit code {exit_code}"

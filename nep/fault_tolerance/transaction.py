@@ -1,0 +1,407 @@
+"""The rules of the step protocol as pure functions: no I/O, no clock, no torch.
+
+`Progress` is what one slot can prove about itself, `Decision` what founds the next generation. Each rule below
+is one function, its docstring says what goes wrong without it, and `nep.testing.step_model` explores exactly
+these functions. docs/protocol.md gives the order in which they are called.
+
+Two counters: *transaction* numbers optimizer steps from 1 (0: nothing is committed yet), *layout* numbers
+layouts. A change of layout never changes the state, so it leaves the transaction number alone.
+"""
+
+import dataclasses
+import json
+from collections.abc import Callable, Collection, Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any, Literal, Self
+
+SCHEMA = 1
+
+LostInterval = tuple[str, int, int]  # axis, first unit, one past the last unit
+Members = tuple[int, ...]  # slots, ascending
+
+
+class ProtocolViolation(RuntimeError):
+    """A state that the protocol excludes: a bug, or memory that lies. Going on would corrupt the training."""
+
+
+class TooEarly(RuntimeError):
+    """A decision was asked for while some member has neither posted nor is confirmed dead."""
+
+
+class _Document:
+    """Canonical JSON with a format version, for frozen dataclasses."""
+
+    def to_json(self) -> str:
+        """Canonical JSON: sorted keys, no spaces."""
+        document = {"schema": SCHEMA}
+        for item in dataclasses.fields(self):  # type: ignore[arg-type]
+            value = getattr(self, item.name)
+            document[item.name] = value.hex() if isinstance(value, bytes) else value
+        return json.dumps(document, sort_keys=True, separators=(",", ":"))
+
+    @classmethod
+    def from_json(cls, text: str) -> Self:
+        """Reads what `to_json` wrote.
+
+        Raises:
+            ValueError: not such a document, or written by a newer version.
+        """
+        document = json.loads(text)
+        if not isinstance(document, dict):
+            raise ValueError(f"{cls.__name__} ({text[:40]}) must be a JSON object")
+        schema = document.pop("schema", None)
+        if schema != SCHEMA:
+            raise ValueError(
+                f"{cls.__name__}.schema ({schema}) must be {SCHEMA}; run the same release of nep on every slot"
+            )
+        known = {item.name for item in dataclasses.fields(cls)}  # type: ignore[arg-type]
+        if unknown := document.keys() ^ known:
+            raise ValueError(f"{cls.__name__} has unknown or missing fields {sorted(unknown)}")
+        return cls(**cls._decode(document))
+
+    @classmethod
+    def _decode(cls, document: dict[str, Any]) -> dict[str, Any]:
+        if document["result"] is not None:
+            document["result"] = bytes.fromhex(document["result"])
+        document["result_slots"] = tuple(document["result_slots"])
+        return document
+
+
+@dataclass(frozen=True, kw_only=True)
+class Progress(_Document):
+    """What one slot can prove about itself; posted to the store when it enters recovery.
+
+    Attributes:
+        slot: who.
+        tx: last step that this slot knows to be committed.
+        applied: last step in its owned and mirrored state.
+        prepared: the step whose owned *and* mirrored gradient sums and expert counts lie complete in its buffers.
+        result: packed vote records of `tx`, in slot order; None while tx is 0.
+        result_slots: the slots of those records.
+        layout: number of the layout in use.
+        layout_digest: digest of that layout's plan.
+        next_layout: number of a layout that was received completely but whose vote was not seen.
+        next_digest: digest of its plan.
+        params_version: the step that *all* of its held parameters are from; None while they are of mixed steps.
+        times_s: optional time stamps by name, seconds since the epoch.
+    """
+
+    slot: int
+    tx: int = 0
+    applied: int = 0
+    prepared: int | None = None
+    result: bytes | None = None
+    result_slots: Members = ()
+    layout: int
+    layout_digest: str
+    next_layout: int | None = None
+    next_digest: str | None = None
+    params_version: int | None = 0
+    times_s: Mapping[str, float] = field(default_factory=dict, hash=False, compare=False)
+
+
+@dataclass(frozen=True, kw_only=True)
+class Decision(_Document):
+    """What founds a generation. Written once by compare-and-set; everybody obeys the stored bytes.
+
+    Attributes:
+        generation: the one it founds.
+        members: its slots, ascending.
+        committed: C, the last committed step.
+        result: packed vote records of C; None if C is 0.
+        result_slots: their slots.
+        layout: LN, number of the layout that the state is in.
+        layout_digest: digest of its plan.
+        action: "continue", or "checkpoint" when an interval of LN has neither a live owner nor a live mirror.
+        plan: canonical JSON of the plan to move to; its stored bytes are what the digest is of. None with
+            "checkpoint".
+        params_versions: for each member, `Progress.params_version` as posted.
+        reason: for the log.
+        lost: intervals without a live owner or mirror.
+    """
+
+    generation: int
+    members: Members
+    committed: int
+    result: bytes | None
+    result_slots: Members
+    layout: int
+    layout_digest: str
+    action: Literal["continue", "checkpoint"]
+    plan: str | None
+    params_versions: Mapping[int, int | None] = field(hash=False)
+    reason: str = ""
+    lost: tuple[LostInterval, ...] = ()
+
+    @classmethod
+    def _decode(cls, document: dict[str, Any]) -> dict[str, Any]:
+        document = super()._decode(document)
+        document["members"] = tuple(document["members"])
+        document["params_versions"] = {int(slot): v for slot, v in document["params_versions"].items()}
+        document["lost"] = tuple(tuple(interval) for interval in document["lost"])
+        return document
+
+
+# The step.
+
+
+def after_prepare(progress: Progress, transaction: int) -> Progress:
+    """STEP 3: every sum that this slot owns or mirrors, and the expert counts, are complete.
+
+    Without the mirrored sums: a slot that mirrors a dead owner's interval cannot finish a step that others saw.
+    """
+    _require(progress.tx == progress.applied == transaction - 1, progress, f"prepares step {transaction}")
+    # A layout received but not voted on would miss this step: layout transactions end before the next sums.
+    _require(progress.next_layout is None, progress, f"prepares step {transaction} amid a change of layout")
+    return dataclasses.replace(progress, prepared=transaction)
+
+
+def may_vote(progress: Progress, transaction: int) -> bool:
+    """STEP 4: only who could finish the step alone may vote on it.
+
+    Without it a completed vote would not prove that everybody can roll forward, and the maximum over the
+    survivors could not be reached.
+    """
+    return progress.prepared == transaction
+
+
+def after_vote(progress: Progress, transaction: int, result: bytes, result_slots: Members) -> Progress:
+    """STEP 5: the vote was seen, so the step is committed, whatever happens to whom from here on."""
+    _require(may_vote(progress, transaction), progress, f"saw a vote on step {transaction} without being prepared")
+    return dataclasses.replace(progress, tx=transaction, result=result, result_slots=result_slots)
+
+
+def after_apply(progress: Progress) -> Progress:
+    """STEP 6: the committed step is in the owned and mirrored state. Only now may the gradient buffers be reused.
+
+    Applied before the vote, a step that nobody else committed could not be taken back. Reused before this, the
+    buffers would not hold what `prepared` promises, and a roll-forward would apply something else.
+    """
+    _require(progress.applied == progress.tx - 1, progress, "applies a step that is not the next one")
+    _require(progress.prepared == progress.tx, progress, "applies a step whose sums it does not hold")
+    return dataclasses.replace(progress, applied=progress.tx, prepared=None, params_version=None)
+
+
+def after_return(progress: Progress) -> Progress:
+    """STEP 7: every held interval has been received at the applied step."""
+    return dataclasses.replace(progress, params_version=progress.applied)
+
+
+def after_receive(progress: Progress, number: int, digest: str) -> Progress:
+    """RECOVER 8: the state under another layout lies complete in *fresh* memory; the old one is untouched.
+
+    Overwritten in place, a failure before the layout vote would leave a mixture of two layouts, which neither
+    the slot itself nor its peers can use.
+    """
+    _require(number > progress.layout, progress, f"receives layout {number}, which is no later one")
+    _require(progress.applied == progress.tx, progress, f"receives layout {number} before it has applied its step")
+    return dataclasses.replace(progress, next_layout=number, next_digest=digest)
+
+
+def after_adopt(progress: Progress) -> Progress:
+    """RECOVER 9: the layout vote was seen; the received layout is the one in use and the old one may be freed."""
+    if progress.next_layout is None or progress.next_digest is None:
+        raise ProtocolViolation(f"slot {progress.slot} adopts a layout that it has not received")
+    return dataclasses.replace(
+        progress,
+        layout=progress.next_layout,
+        layout_digest=progress.next_digest,
+        next_layout=None,
+        next_digest=None,
+        params_version=progress.applied,
+    )
+
+
+# The decision.
+
+
+def waiting_for(members_before: Collection[int], records: Collection[int], dead: Collection[int]) -> Members:
+    """RECOVER 3: the members of the old generation that have neither posted nor are confirmed dead.
+
+    Deciding without one of them would leave out a slot that lives, and with it perhaps the only one who saw the
+    vote, or the only copy of an interval.
+    """
+    return tuple(sorted(set(members_before) - set(records) - set(dead)))
+
+
+def choose_committed(records: Mapping[int, Progress]) -> tuple[int, bytes | None, Members]:
+    """RECOVER 3: C is the maximum that any survivor saw committed, with that step's result.
+
+    By minimum or majority, a slot that has applied the step would have to take it back; by each slot's own view,
+    they would go on from different steps. The maximum can always be reached, since a completed vote proves that
+    everybody was prepared.
+
+    Returns:
+        C, the packed vote records of step C, the slots of those records.
+    """
+    newest = max(records.values(), key=lambda progress: progress.tx)
+    for progress in records.values():
+        same_step = progress.tx == newest.tx
+        _require(newest.tx - 1 <= progress.applied <= newest.tx, progress, f"is not within a step of {newest.tx}")
+        _require(not same_step or progress.result == newest.result, progress, f"has its own result of {newest.tx}")
+    return newest.tx, newest.result, newest.result_slots
+
+
+def choose_layout(records: Mapping[int, Progress]) -> tuple[int, str]:
+    """RECOVER 3: LN is the largest layout number in use by any survivor.
+
+    Whoever uses it has seen its vote and may have freed the old layout; everybody else has received it. A smaller
+    number could name memory that is gone.
+    """
+    newest = max(records.values(), key=lambda progress: progress.layout)
+    for progress in records.values():
+        same = progress.layout != newest.layout or progress.layout_digest == newest.layout_digest
+        _require(same, progress, f"has another layout {newest.layout} than slot {newest.slot}")
+    return newest.layout, newest.layout_digest
+
+
+def decide(
+    generation: int,
+    members_before: Collection[int],
+    records: Mapping[int, Progress],
+    dead: Collection[int],
+    *,
+    lost: Callable[[str, Members], Sequence[LostInterval]],
+    plan: Callable[[str, Members], str],
+    returners: Collection[int] = (),
+    reason: str | None = None,
+) -> Decision:
+    """RECOVER 3: the decision that founds `generation`, to be written once by compare-and-set.
+
+    Two decisions for one generation, made with different knowledge of who is dead, could differ in C.
+
+    Args:
+        generation: the new one.
+        members_before: slots of the generation before.
+        records: what they posted. A record of a slot known to be dead is ignored.
+        dead: members confirmed dead, as this proposer knows.
+        lost: (digest of layout LN, members) -> intervals with neither an owner nor a mirror among the members.
+        plan: (digest of layout LN, members) -> canonical JSON of the plan to move to from there.
+        returners: registered slots that join; they hold nothing yet.
+        reason: for the log; None: composed from who died.
+
+    Raises:
+        TooEarly: somebody has neither posted nor is confirmed dead.
+        ProtocolViolation: the records contradict each other.
+    """
+    if missing := waiting_for(members_before, records, dead):
+        raise TooEarly(f"generation {generation} cannot be decided before slots {list(missing)} post or are dead")
+    survivors = {s: records[s] for s in sorted(members_before) if s in records and s not in dead}
+    if not survivors:
+        raise ProtocolViolation(f"generation {generation} has no survivor to decide it")
+    committed, result, result_slots = choose_committed(survivors)
+    layout, digest = choose_layout(survivors)
+    members = tuple(sorted({*survivors, *returners}))
+    gone = tuple(lost(digest, members))
+    died = sorted(set(members_before) - set(survivors))
+    return Decision(
+        generation=generation,
+        members=members,
+        committed=committed,
+        result=result,
+        result_slots=result_slots,
+        layout=layout,
+        layout_digest=digest,
+        action="checkpoint" if gone else "continue",
+        plan=None if gone else plan(digest, members),
+        params_versions={slot: progress.params_version for slot, progress in survivors.items()},
+        reason=reason or (f"slots {died} are dead" if died else "a fault without a death"),
+        lost=gone,
+    )
+
+
+# After the decision.
+
+
+def settle_layout(progress: Progress, decision: Decision) -> Literal["keep", "adopt"]:
+    """RECOVER 5: "adopt" the received layout if the decision is in it, else "keep" (and drop what was received).
+
+    The received one is complete, since this slot voted only after receiving; and no step was committed since,
+    since none can be without this slot.
+    """
+    decided = decision.layout, decision.layout_digest
+    if decided == (progress.layout, progress.layout_digest):
+        return "keep"
+    received = progress.next_layout, progress.next_digest
+    _require(decided == received, progress, f"cannot reach layout {decision.layout}")
+    _require(decision.committed == progress.applied, progress, "has received a layout of another step")
+    return "adopt"
+
+
+def record_committed(progress: Progress, decision: Decision) -> Progress:
+    """RECOVER 6: C and its result are this slot's own knowledge *before* it rolls forward.
+
+    Otherwise a second failure, in which the slots that saw the vote die, finds survivors that have applied a
+    step which none of them can prove to be committed.
+    """
+    _require(progress.tx <= decision.committed, progress, f"knows more than the decision, C = {decision.committed}")
+    return dataclasses.replace(
+        progress, tx=decision.committed, result=decision.result, result_slots=decision.result_slots
+    )
+
+
+def must_apply(progress: Progress, decision: Decision) -> bool:
+    """RECOVER 7: whether this slot must roll forward, that is apply C now from the decision's result.
+
+    Raises:
+        ProtocolViolation: it is ahead of C, more than a step behind, or does not hold the sums of C. An
+            exception, not an assert: `python -O` must not turn it into silent corruption.
+    """
+    committed = decision.committed
+    if progress.applied == committed:
+        return False
+    _require(progress.applied == committed - 1, progress, f"cannot get to step {committed}")
+    _require(progress.prepared == committed, progress, f"must roll to step {committed} without its sums")
+    return True
+
+
+def after_decision(progress: Progress, decision: Decision) -> Progress:
+    """RECOVER 5 to 7 in one: what this slot is once it has settled its layout, recorded C and rolled forward."""
+    adopted = settle_layout(progress, decision) == "adopt"
+    rolled = must_apply(progress, decision)
+    if adopted:
+        progress = after_adopt(progress)
+    progress = record_committed(progress, decision)
+    if rolled:
+        progress = after_apply(progress)
+    return dataclasses.replace(progress, prepared=None, next_layout=None, next_digest=None)
+
+
+def join(slot: int, decision: Decision) -> Progress:
+    """What a returner is when it reads the decision: it holds nothing of LN, and receives the rest like all."""
+    return Progress(
+        slot=slot,
+        tx=decision.committed,
+        applied=decision.committed,
+        result=decision.result,
+        result_slots=decision.result_slots,
+        layout=decision.layout,
+        layout_digest=decision.layout_digest,
+        params_version=None,
+    )
+
+
+def trusts_parameters(decision: Decision, slot: int) -> bool:
+    """RECOVER 8: whether the held parameters of `slot` are all of step C, so that they may stay or be a source.
+
+    After a partial return they are of mixed steps. A member that is not trusted takes every parameter that it
+    neither owns nor mirrors from the interval's owner, else from its mirror.
+    """
+    return decision.params_versions.get(slot) == decision.committed
+
+
+def state_source(owner: int, mirror: int | None, decision: Decision) -> int:
+    """RECOVER 8: who sends an interval's state: the owner if it lives, else the mirror.
+
+    Raises:
+        ProtocolViolation: both are dead; the decision must have been "checkpoint".
+    """
+    for slot in (owner, mirror):
+        if slot is not None and slot in decision.members:
+            return slot
+    raise ProtocolViolation(f"an interval of layout {decision.layout} lost both owner {owner} and mirror {mirror}")
+
+
+def _require(condition: bool, progress: Progress, what: str) -> None:
+    if not condition:
+        raise ProtocolViolation(f"slot {progress.slot} {what}: {progress}")

@@ -1,0 +1,88 @@
+"""Turns a single-device model into one slot's part of a plan."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from typing import Protocol
+
+import torch
+from torch import nn
+
+from nep.distributed.groups import Groups
+from nep.distributed.waiting import Waiter
+from nep.moe.experts import expert_slices
+from nep.moe.layer import MoE
+from nep.parallel.dispatcher import AllToAllDispatcher, holders_of_experts
+from nep.parallel.grad_sync import GradSync
+from nep.parallel.state import SlotState
+from nep.planning.layout import Line, LineKind, Lines
+
+
+class ParallelizableModel(Protocol):
+    """What `parallelize` asks of a model (an `nn.Module`, built on the meta device)."""
+
+    def parameter_lines(self) -> Mapping[str, Line]:
+        """Global parameter names and how each may be cut."""
+
+    def moe_layers(self) -> Mapping[str, MoE]:
+        """MoE layers by the axis of their experts."""
+
+
+def parallelize(
+    model: nn.Module,
+    *,
+    state: SlotState,
+    sync: GradSync,
+    groups: Groups,
+    waiter: Waiter,
+    probe: Callable[[str], None],
+) -> nn.Module:
+    """Give `model` the slot's parameters and its dispatchers, in this order:
+
+    1. parameters: the slot's storage, no copy;
+    2. experts: which slices the storage holds;
+    3. dispatch: an all-to-all in the replica's group (a replica of one slot keeps the local dispatcher);
+    4. gradients: accumulated where `sync` sends from.
+
+    Args:
+        model: fresh, on the meta device; it is changed and returned.
+        state, sync: of the same plan.
+        probe: failure injection, see `AllToAllDispatcher`.
+    """
+    lines: Lines = model.parameter_lines()  # type: ignore[operator]
+    for name, line in lines.items():
+        owner, _, attribute = name.rpartition(".")
+        setattr(model.get_submodule(owner), attribute, nn.Parameter(_module_view(line, state.params[name])))
+
+    layers: Mapping[str, MoE] = model.moe_layers()  # type: ignore[operator]
+    expert_lines = {line.axis: line for line in lines.values() if line.kind is LineKind.EXPERTS}
+    holders = state.plan.holders
+    for axis, layer in layers.items():
+        units_per_expert = expert_lines[axis].units_per_expert
+        assert units_per_expert is not None
+        slices = expert_slices(holders.intervals(axis, state.slot), units_per_expert)
+        layer.experts.replace(slices, layer.experts.w13.detach(), layer.experts.w2.detach())
+        if groups.dispatch.size > 1:
+            cuts = {slot: holders.intervals(axis, slot) for slot in groups.dispatch.slots}
+            holds_en = holders_of_experts(cuts, groups.dispatch.slots, units_per_expert, layer.router.num_experts)
+            layer.dispatcher = AllToAllDispatcher(groups.dispatch, waiter, holds_en, probe)
+
+    for name, parameter in model.named_parameters():
+        if sync.grads[name].dtype == parameter.dtype:
+            parameter.grad = _module_view(lines[name], sync.grads[name])  # backward adds in place
+    return model
+
+
+def collect_gradients(model: nn.Module, sync: GradSync) -> None:
+    """Add gradients that backward could not accumulate in place (parameters narrower than the sums)."""
+    for name, parameter in model.named_parameters():
+        total = sync.grads[name]
+        if parameter.grad is not None and parameter.dtype != total.dtype:
+            with torch.no_grad():
+                total.add_(parameter.grad.view(total.shape))
+            parameter.grad = None
+
+
+def _module_view(line: Line, tensor: torch.Tensor) -> torch.Tensor:
+    """What a module computes with: a parameter that is one unit loses the dimension of units."""
+    return tensor[0] if line.kind is LineKind.WHOLE else tensor

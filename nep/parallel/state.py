@@ -1,0 +1,125 @@
+"""What one slot keeps of the model and its optimizer under one plan."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+
+import torch
+
+from nep.parallel.holding import Holding, allocate
+from nep.planning.layout import Layout, Lines, axes
+from nep.planning.plan import Plan
+from nep.planning.transfer import overlaps
+
+Tensors = dict[str, torch.Tensor]
+
+
+def accumulation_dtype(dtype: torch.dtype) -> torch.dtype:
+    """Master weights, moments and gradient sums: max(float32, parameter dtype)."""
+    return torch.float64 if dtype == torch.float64 else torch.float32
+
+
+@dataclass(frozen=True, kw_only=True)
+class OptimizerShard:
+    """Optimizer state of an owner layout or a mirror layout, and the finished gradient sums for it.
+
+    Each maps a parameter name to `[units, *unit_shape]` in the accumulation dtype.
+    """
+
+    layout: Layout
+    slot: int
+    master: Tensors
+    exp_avg: Tensors
+    exp_avg_sq: Tensors
+    grad_sum: Tensors
+
+    @classmethod
+    def empty(cls, layout: Layout, slot: int, lines: Lines, dtype: torch.dtype) -> OptimizerShard:
+        """Zeros for the units that `slot` has in `layout`."""
+        kinds = {kind: allocate(layout, slot, lines, dtype) for kind in ("master", "exp_avg", "exp_avg_sq", "grad_sum")}
+        return cls(layout=layout, slot=slot, **kinds)
+
+    def state(self) -> Holding:
+        """Master weights and both moments: what recovery moves."""
+        return Holding(self.layout, self.slot, self.master, self.exp_avg, self.exp_avg_sq)
+
+    def weights(self) -> Holding:
+        return Holding(self.layout, self.slot, self.master)
+
+    def sums(self) -> Holding:
+        return Holding(self.layout, self.slot, self.grad_sum)
+
+
+@dataclass(kw_only=True)
+class SlotState:
+    """Everything that a committed plan makes a slot keep.
+
+    Attributes:
+        plan: the plan it obeys.
+        params: what the model computes with, `[held units, *unit_shape]` in the parameter dtype.
+        versions: (axis, lo, hi) of each interval in `params` -> the step it is from; None while it is written.
+        owned, mirrored: optimizer state by the plan's owner and mirror layouts.
+    """
+
+    plan: Plan
+    slot: int
+    params: Tensors
+    versions: dict[tuple[str, int, int], int | None]
+    owned: OptimizerShard
+    mirrored: OptimizerShard
+
+    @classmethod
+    def empty(cls, plan: Plan, slot: int, lines: Lines, dtype: torch.dtype) -> SlotState:
+        wide = accumulation_dtype(dtype)
+        return cls(
+            plan=plan,
+            slot=slot,
+            params=allocate(plan.holders, slot, lines, dtype),
+            versions={},
+            owned=OptimizerShard.empty(plan.owners, slot, lines, wide),
+            mirrored=OptimizerShard.empty(plan.mirrors, slot, lines, wide),
+        )
+
+    @classmethod
+    def initial(
+        cls,
+        plan: Plan,
+        slot: int,
+        lines: Lines,
+        dtype: torch.dtype,
+        initial_units: Callable[[str, int, int], torch.Tensor],
+    ) -> SlotState:
+        """State before the first step.
+
+        Args:
+            initial_units: (parameter name, lo, hi) -> initial values `[hi - lo, *unit_shape]` in float64.
+        """
+        state = cls.empty(plan, slot, lines, dtype)
+        for layout, tensors in (
+            (plan.holders, state.params),
+            (plan.owners, state.owned.master),
+            (plan.mirrors, state.mirrored.master),
+        ):
+            holding = Holding(layout, slot, tensors)
+            for name, line in lines.items():
+                for lo, hi in layout.intervals(line.axis, slot):
+                    for view in holding.views(line.axis, [name], lo, hi) or ():
+                        # The parameter is the rounded master weight, as after every later step.
+                        view.copy_(initial_units(name, lo, hi))
+        state.mark_all(0, tuple(axes(lines)))
+        return state
+
+    def mark_all(self, version: int, axis_order: tuple[str, ...]) -> None:
+        """All parameters are from step `version`."""
+        returned = overlaps(self.plan.owners, self.plan.holders.restrict([self.slot]), axis_order)
+        self.versions = {(piece.axis, piece.lo, piece.hi): version for piece in returned}
+
+    @property
+    def params_version(self) -> int | None:
+        """The step that every interval of `params` is from; None while they are of mixed steps."""
+        found = set(self.versions.values())
+        return found.pop() if len(found) == 1 else None
+
+    def held(self) -> Holding:
+        return Holding(self.plan.holders, self.slot, self.params)

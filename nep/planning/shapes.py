@@ -1,0 +1,258 @@
+"""Model sizes, the parameters they imply and the presets. No torch: the planner reads this too."""
+
+import json
+from collections.abc import Mapping
+from dataclasses import asdict, dataclass, fields
+from types import MappingProxyType
+from typing import Any
+
+from nep.planning.layout import Line, LineKind
+
+
+@dataclass(frozen=True, kw_only=True)
+class ModelShape:
+    """Sizes of a Mixtral-style mixture-of-experts decoder.
+
+    Attributes:
+        name: Preset name; a label only.
+        num_layers: Decoder layers, each with attention and one mixture-of-experts layer.
+        hidden_size: Width d of the residual stream.
+        ffn_hidden_size: Neurons of one expert.
+        num_experts: Experts of one layer.
+        top_k: Experts that one token visits.
+        num_heads: Query heads.
+        num_kv_heads: Key and value heads; divides `num_heads`.
+        head_dim: Width of one head; even, because rotary embedding turns pairs.
+        vocab_size: Rows of the embedding.
+        rope_theta: Base of the rotary wavelengths.
+        norm_eps: Added to the mean square inside RMSNorm.
+        sliding_window: Positions that a token sees, itself included; None for all earlier ones.
+        tied_embeddings: The head uses the embedding's weight.
+        neuron_block: Neurons of one unit of an expert line; divides `ffn_hidden_size`.
+        max_seq_len: Longest sequence, in tokens.
+    """
+
+    name: str
+    num_layers: int
+    hidden_size: int
+    ffn_hidden_size: int
+    num_experts: int
+    top_k: int
+    num_heads: int
+    num_kv_heads: int
+    head_dim: int
+    vocab_size: int
+    rope_theta: float
+    norm_eps: float
+    sliding_window: int | None
+    tied_embeddings: bool
+    neuron_block: int
+    max_seq_len: int
+
+    def __post_init__(self) -> None:
+        problems = _problems(self)
+        if problems:
+            raise ValueError(f"model shape {self.name!r}: " + "; ".join(problems))
+
+    @property
+    def units_per_expert(self) -> int:
+        """Units (blocks of neurons) of one expert."""
+        return self.ffn_hidden_size // self.neuron_block
+
+    @property
+    def num_parameters(self) -> int:
+        """Elements of all parameters; a tied head counts once."""
+        return sum(line.num_units * line.unit_numel for line in parameter_lines(self).values())
+
+    @property
+    def num_active_parameters(self) -> int:
+        """Elements that one token uses: all parameters but the experts it does not visit."""
+        expert = 3 * self.ffn_hidden_size * self.hidden_size
+        return self.num_parameters - self.num_layers * (self.num_experts - self.top_k) * expert
+
+    def to_json(self) -> str:
+        """Canonical JSON: sorted keys, no spaces."""
+        return json.dumps(asdict(self), sort_keys=True, separators=(",", ":"))
+
+    @classmethod
+    def from_json(cls, text: str) -> "ModelShape":
+        """Reads what `to_json` wrote.
+
+        Raises:
+            ValueError: The text is not a JSON object with exactly the fields of a model shape.
+        """
+        try:
+            values: Any = json.loads(text)
+        except json.JSONDecodeError as error:
+            raise ValueError(f"model shape is not JSON ({error}); expected an object") from error
+        names = {field.name for field in fields(cls)}
+        if not isinstance(values, dict) or set(values) != names:
+            found = sorted(set(values) ^ names) if isinstance(values, dict) else type(values).__name__
+            raise ValueError(f"model shape has missing or unknown fields ({found}); expected {sorted(names)}")
+        return cls(**values)
+
+
+def _problems(shape: ModelShape) -> list[str]:
+    """Every reason why this shape cannot be built, so that the user sees all of them at once."""
+    positive = (
+        "num_layers", "hidden_size", "ffn_hidden_size", "num_experts", "top_k", "num_heads", "num_kv_heads",
+        "head_dim", "vocab_size", "rope_theta", "norm_eps", "neuron_block", "max_seq_len",
+    )  # fmt: skip
+    problems = [
+        f"{key} ({getattr(shape, key)}) must be positive" for key in positive if getattr(shape, key) <= 0
+    ]
+    if shape.sliding_window is not None and shape.sliding_window <= 0:
+        problems.append(f"sliding_window ({shape.sliding_window}) must be positive; use None for no window")
+    if problems:
+        return problems
+    if shape.ffn_hidden_size % shape.neuron_block:
+        problems.append(
+            f"neuron_block ({shape.neuron_block}) must divide ffn_hidden_size ({shape.ffn_hidden_size}); "
+            "choose a divisor"
+        )
+    if shape.top_k > shape.num_experts:
+        problems.append(f"top_k ({shape.top_k}) exceeds num_experts ({shape.num_experts}); lower top_k")
+    if shape.num_heads % shape.num_kv_heads:
+        problems.append(
+            f"num_kv_heads ({shape.num_kv_heads}) must divide num_heads ({shape.num_heads}); choose a divisor"
+        )
+    if shape.head_dim % 2:
+        problems.append(f"head_dim ({shape.head_dim}) must be even for rotary embedding")
+    return problems
+
+
+def parameter_lines(shape: ModelShape) -> dict[str, Line]:
+    """Global parameter name -> line, in forward order.
+
+    The embedding has layer -1, the final norm and the head have layer `num_layers`: ascending layers are the
+    order of the forward.
+
+    Args:
+        shape: Sizes of the model.
+
+    Returns:
+        One line for each name of `MixtralModel.named_parameters()`, in the same order.
+    """
+    d = shape.hidden_size
+    lines = {"embedding.weight": _vocab("embedding", shape, layer=-1)}
+    for layer in range(shape.num_layers):
+        lines.update(_layer_lines(shape, layer))
+    lines["final_norm.weight"] = _whole("final_norm", shape.num_layers, (d,), norm=True)
+    if not shape.tied_embeddings:
+        lines["head.weight"] = _vocab("head", shape, layer=shape.num_layers)
+    return lines
+
+
+def _layer_lines(shape: ModelShape, layer: int) -> dict[str, Line]:
+    d, block = shape.hidden_size, shape.neuron_block
+    prefix = f"layers.{layer}"
+
+    def heads(kind: LineKind, num_heads: int) -> Line:
+        return Line(
+            kind=kind,
+            num_units=num_heads,
+            unit_shape=(shape.head_dim, d),
+            axis=f"{prefix}.{kind.value}",
+            layer=layer,
+        )
+
+    def experts(unit_shape: tuple[int, ...]) -> Line:
+        return Line(
+            kind=LineKind.EXPERTS,
+            num_units=shape.num_experts * shape.units_per_expert,
+            unit_shape=unit_shape,
+            axis=f"{prefix}.experts",
+            layer=layer,
+            units_per_expert=shape.units_per_expert,
+        )
+
+    query, kv = heads(LineKind.HEADS, shape.num_heads), heads(LineKind.KV_HEADS, shape.num_kv_heads)
+    whole = f"{prefix}.whole"
+    return {
+        f"{prefix}.attention_norm.weight": _whole(whole, layer, (d,), norm=True),
+        f"{prefix}.attention.wq": query,
+        f"{prefix}.attention.wk": kv,
+        f"{prefix}.attention.wv": kv,
+        f"{prefix}.attention.wo": query,
+        f"{prefix}.moe_norm.weight": _whole(whole, layer, (d,), norm=True),
+        f"{prefix}.moe.router.weight": _whole(whole, layer, (shape.num_experts, d), norm=False),
+        f"{prefix}.moe.experts.w13": experts((2, block, d)),
+        f"{prefix}.moe.experts.w2": experts((block, d)),
+    }
+
+
+def _vocab(axis: str, shape: ModelShape, *, layer: int) -> Line:
+    return Line(
+        kind=LineKind.VOCAB,
+        num_units=shape.vocab_size,
+        unit_shape=(shape.hidden_size,),
+        axis=axis,
+        layer=layer,
+    )
+
+
+def _whole(axis: str, layer: int, unit_shape: tuple[int, ...], *, norm: bool) -> Line:
+    # Norm weights start at one and are not decayed: decay would pull the scale towards zero.
+    return Line(
+        kind=LineKind.WHOLE,
+        num_units=1,
+        unit_shape=unit_shape,
+        axis=axis,
+        layer=layer,
+        init_std=None if norm else 0.02,
+        weight_decay=not norm,
+    )
+
+
+def _mixtral(**sizes: Any) -> ModelShape:
+    """A shape with what all Mixtral models share."""
+    common: dict[str, Any] = {
+        "num_experts": 8,
+        "top_k": 2,
+        "rope_theta": 1e6,
+        "norm_eps": 1e-5,
+        "sliding_window": None,
+        "tied_embeddings": False,
+        "neuron_block": 128,
+    }
+    return ModelShape(**(common | sizes))
+
+
+PRESETS: Mapping[str, ModelShape] = MappingProxyType(
+    {
+        shape.name: shape
+        for shape in (
+            # Trains on bytes (the vocabulary) on a laptop's CPU.
+            _mixtral(
+                name="debug", num_layers=2, hidden_size=128, ffn_hidden_size=256, num_heads=8, num_kv_heads=4,
+                head_dim=16, vocab_size=256, rope_theta=1e4, neuron_block=32, max_seq_len=512,
+            ),
+            # Between the two: one node trains it; the proportions are Mixtral's.
+            _mixtral(
+                name="mixtral-1b", num_layers=12, hidden_size=1024, ffn_hidden_size=3584, num_heads=16,
+                num_kv_heads=4, head_dim=64, vocab_size=32_000, max_seq_len=4096,
+            ),
+            # https://huggingface.co/mistralai/Mixtral-8x7B-v0.1/blob/main/config.json
+            _mixtral(
+                name="mixtral-8x7b", num_layers=32, hidden_size=4096, ffn_hidden_size=14_336, num_heads=32,
+                num_kv_heads=8, head_dim=128, vocab_size=32_000, max_seq_len=32_768,
+            ),
+            # https://huggingface.co/mistralai/Mixtral-8x22B-v0.1/blob/main/config.json
+            _mixtral(
+                name="mixtral-8x22b", num_layers=56, hidden_size=6144, ffn_hidden_size=16_384, num_heads=48,
+                num_kv_heads=8, head_dim=128, vocab_size=32_000, max_seq_len=65_536,
+            ),
+        )
+    }
+)  # fmt: skip
+
+
+def preset(name: str) -> ModelShape:
+    """The preset of this name.
+
+    Raises:
+        ValueError: No preset has the name.
+    """
+    if name not in PRESETS:
+        raise ValueError(f"model ({name!r}) is not a preset; choose one of {', '.join(PRESETS)}")
+    return PRESETS[name]

@@ -1,0 +1,132 @@
+"""What a training job is asked to do. Building or checking a config touches no device and starts nothing."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Literal
+
+import torch
+
+from nep.fault_tolerance.injection import Failure
+from nep.parallel.optimizer import OptimizerConfig
+from nep.planning.shapes import ModelShape
+
+DTYPES = {"float64": torch.float64, "float32": torch.float32, "bfloat16": torch.bfloat16}
+
+
+@dataclass(frozen=True, kw_only=True)
+class TrainConfig:
+    """A training job.
+
+    Attributes:
+        steps: optimizer steps.
+        replicas: data-parallel copies of the model; the slots are divided among them.
+        tp: tensor-parallel degree of a lane; only 1 so far.
+        global_batch_size: sequences of one step, over all replicas.
+        micro_batch_size: sequences that a lane runs at a time (gradient accumulation).
+        seq_len: tokens of a sequence.
+        dtype: of parameters and activations; master weights and moments are float32 at least.
+        seed: of initial values and of the order of samples.
+        redundancy: `device` keeps a mirror of every optimizer shard on another slot; `none` does not.
+        optimizer: AdamW, its schedule and clipping.
+        aux_loss_coefficient: load-balancing loss; only 0 so far.
+        moe_backend: kernels of the experts.
+        timeout_base_s: the one value that all time-outs are derived from.
+        validation_sequences: held-out sequences for the validation loss, at the beginning and at the end.
+        failures: to inject, see `Failure`.
+        run_dir: folder for logs and job.json.
+        loads_out, save_params, json: files to write at the end, each optional.
+    """
+
+    steps: int = 60
+    replicas: int = 1
+    tp: int = 1
+    global_batch_size: int = 16
+    micro_batch_size: int = 4
+    seq_len: int = 128
+    dtype: Literal["float64", "float32", "bfloat16"] = "float32"
+    seed: int = 0
+    redundancy: Literal["device", "host", "none"] = "device"
+    optimizer: OptimizerConfig = field(default_factory=OptimizerConfig)
+    aux_loss_coefficient: float = 0.0
+    moe_backend: str = "loop"
+    timeout_base_s: float = 30.0
+    validation_sequences: int = 16
+    failures: tuple[Failure, ...] = ()
+    run_dir: Path = Path("runs")
+    loads_out: Path | None = None
+    save_params: Path | None = None
+    json: Path | None = None
+
+    @property
+    def torch_dtype(self) -> torch.dtype:
+        return DTYPES[self.dtype]
+
+    def check(self, shape: ModelShape, num_slots: int) -> None:
+        """Gather everything that is wrong and say it at once.
+
+        Args:
+            shape: the model to train.
+            num_slots: slots of the job.
+
+        Raises:
+            ValueError: one sentence per problem, with its remedy.
+        """
+        problems = self._size_problems(shape, num_slots)
+        problems += self._unsupported()
+        problems += self.optimizer.problems()
+        problems += self._file_problems()
+        for failure in self.failures:
+            if failure.slot >= num_slots:
+                problems.append(
+                    f"--fail {failure}: slot {failure.slot} does not exist, this job has slots 0 to {num_slots - 1}"
+                )
+            if not 1 <= failure.step <= self.steps:
+                problems.append(f"--fail {failure}: step {failure.step} is not one of 1 to {self.steps}")
+        if problems:
+            raise ValueError("; ".join(problems))
+
+    def _size_problems(self, shape: ModelShape, num_slots: int) -> list[str]:
+        problems = [
+            f"{name} ({getattr(self, name)}) must be at least 1; give --{name.replace('_', '-')} a positive number"
+            for name in ("steps", "replicas", "global_batch_size", "micro_batch_size", "seq_len")
+            if getattr(self, name) < 1
+        ]
+        if self.replicas > num_slots:
+            problems.append(
+                f"replicas ({self.replicas}) need at least as many slots, and there are {num_slots}; "
+                f"lower --replicas or start {self.replicas} processes or more"
+            )
+        if self.seq_len > shape.max_seq_len:
+            problems.append(
+                f"seq_len ({self.seq_len}) exceeds what {shape.name} allows ({shape.max_seq_len}); lower --seq-len"
+            )
+        if self.validation_sequences < 0:
+            problems.append(f"validation_sequences ({self.validation_sequences}) must not be negative")
+        if not self.timeout_base_s > 0:
+            problems.append(f"timeout_base_s ({self.timeout_base_s}) must be a positive number of seconds")
+        return problems
+
+    def _unsupported(self) -> list[str]:
+        problems = []
+        if self.tp != 1:
+            problems.append(f"tp ({self.tp}): only lanes of one slot are supported so far; use --tp 1")
+        if self.aux_loss_coefficient != 0:
+            problems.append(
+                f"aux_loss_coefficient ({self.aux_loss_coefficient}): auxiliary losses that do not depend on the "
+                "partition are not there yet, and others would make the result depend on it; use 0"
+            )
+        if self.redundancy == "host":
+            problems.append("redundancy 'host' is not supported yet; use 'device' or 'none'")
+        if self.moe_backend != "loop":
+            problems.append(f"moe_backend {self.moe_backend!r} is not supported yet; use 'loop'")
+        return problems
+
+    def _file_problems(self) -> list[str]:
+        named = {"loads_out": self.loads_out, "save_params": self.save_params, "json": self.json}
+        return [
+            f"{name} ({path}): the folder {path.parent} does not exist; create it first"
+            for name, path in named.items()
+            if path is not None and not path.parent.is_dir()
+        ]

@@ -1,0 +1,296 @@
+"""The command line of `scripts/train.py`: options, checks, the supervisor, and what people see."""
+
+from __future__ import annotations
+
+import dataclasses
+import logging
+import os
+import sys
+import time
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Annotated, Literal
+
+import torch
+import tyro
+from torch import nn
+
+from nep.checkpoint.weights import gather_parameters, save_parameters
+from nep.fault_tolerance.environment import job_from_environment
+from nep.fault_tolerance.history import Committed
+from nep.fault_tolerance.injection import Failure
+from nep.fault_tolerance.job import Job, JobSpec
+from nep.fault_tolerance.supervisor import run_alone, supervise
+from nep.fault_tolerance.timeline import Recovery
+from nep.parallel.optimizer import OptimizerConfig
+from nep.planning.cluster import Cluster
+from nep.planning.planner import plan_from_scratch
+from nep.planning.shapes import ModelShape, parameter_lines, preset
+from nep.report.layouts import layout_picture
+from nep.report.summary import summary
+from nep.report.terminal import ProgressLine, print_text, terminal_width
+from nep.train.config import TrainConfig
+from nep.train.data import TextSamples, load_text
+from nep.train.log import log_to_file
+from nep.train.outcome import outcome, write_json, write_loads
+from nep.train.trainer import Hooks, Trainer
+
+BuildModel = Callable[[ModelShape, torch.dtype], nn.Module]
+
+EXIT_BAD_INPUT = 2
+
+
+@dataclass(frozen=True, kw_only=True)
+class Options:
+    """Train a Mixtral-style model on text; alone, or on many slots under torchrun.
+
+    A slot that is lost (for real, or with --fail) costs no step and no sample.
+    """
+
+    model: str = "debug"
+    """Preset: debug is trained in seconds on a laptop, the others are for --dry-run here."""
+    steps: int = 60
+    """Optimizer steps."""
+    replicas: int = 1
+    """Data-parallel copies of the model; the processes are divided among them."""
+    tp: int = 1
+    """Tensor-parallel degree of a lane (only 1 so far)."""
+    global_batch_size: int = 16
+    """Sequences of one step, over all replicas."""
+    micro_batch_size: int = 4
+    """Sequences that a lane runs at a time."""
+    seq_len: int = 128
+    """Tokens of a sequence."""
+    lr: float = 3e-3
+    """Peak learning rate."""
+    warmup_steps: int = 10
+    """Steps of linear warmup; cosine decay follows."""
+    weight_decay: float = 0.1
+    """Decoupled weight decay; norms have none."""
+    clip_norm: float = 1.0
+    """Limit of the global gradient norm."""
+    data: tuple[Path, ...] = ()
+    """Text files and folders; by default the source of Python's standard library."""
+    dtype: Literal["float64", "float32", "bfloat16"] = "float32"
+    """Of parameters and activations."""
+    seed: int = 0
+    """Of initial values and of the order of samples."""
+    redundancy: Literal["device", "host", "none"] = "device"
+    """Where optimizer state is mirrored; none: a lost slot means a checkpoint."""
+    aux_loss_coefficient: float = 0.0
+    """Load-balancing loss (only 0 so far)."""
+    moe_backend: str = "loop"
+    """Kernels of the experts."""
+    timeout_base_s: float = 30.0
+    """Every time-out is derived from this; more than the longest time between two exchanges."""
+    validation_sequences: int = 16
+    """Held-out sequences for the validation loss."""
+    fail: Annotated[tuple[str, ...], tyro.conf.UseAppendAction] = ()
+    """Failure to inject, SLOT@STEP[:KIND[@PHASE]], for example 2@30 or 0@5:kill@vote; repeatable."""
+    run_dir: Path = Path("runs")
+    """Folder in which the run makes its own, for logs and job.json."""
+    loads_out: Path | None = None
+    """Write expert loads per step, layer and expert (NPZ)."""
+    save_params: Path | None = None
+    """Write the trained weights (safetensors)."""
+    json: Path | None = None
+    """Write what happened (JSON)."""
+    dry_run: bool = False
+    """Check everything, print sizes and layout, and stop. No processes are needed beside this one."""
+    dry_run_slots: int | None = None
+    """Slots to plan for in a dry run; by default those of the launcher."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class _Request:
+    """Options that hold together."""
+
+    shape: ModelShape
+    config: TrainConfig
+    data: TextSamples = field(repr=False)
+
+
+def main(build: BuildModel, arguments: Sequence[str] | None = None) -> int:
+    """Run the command line.
+
+    Args:
+        build: (shape, dtype) -> model on the meta device.
+        arguments: by default those of the process.
+
+    Returns:
+        Exit code: 0 done, 2 bad input, 3 a checkpoint is needed and none exists.
+    """
+    options = tyro.cli(Options, args=arguments)
+    run_dir = options.run_dir
+    try:
+        spec = job_from_environment(run_dir=run_dir, timeout_base_s=max(options.timeout_base_s, 1e-3))
+        num_slots = options.dry_run_slots or (spec.num_slots if spec else 1)
+        request = _checked(options, num_slots)
+        if options.dry_run:
+            if spec is None or spec.slot == 0:
+                print(_dry_run_text(request, num_slots))
+            return 0
+    except ValueError as error:
+        if os.environ.get("RANK", "0") == "0":
+            print(f"train: {error}", file=sys.stderr)
+        return EXIT_BAD_INPUT
+    return _start(build, request, spec, run_dir)
+
+
+def _checked(options: Options, num_slots: int) -> _Request:
+    """Everything that can be wrong is found here, before any process is started."""
+    shape = preset(options.model)
+    config = TrainConfig(
+        steps=options.steps,
+        replicas=options.replicas,
+        tp=options.tp,
+        global_batch_size=options.global_batch_size,
+        micro_batch_size=options.micro_batch_size,
+        seq_len=options.seq_len,
+        dtype=options.dtype,
+        seed=options.seed,
+        redundancy=options.redundancy,
+        optimizer=OptimizerConfig(
+            lr=options.lr,
+            warmup_steps=options.warmup_steps,
+            weight_decay=options.weight_decay,
+            clip_norm=options.clip_norm,
+        ),
+        aux_loss_coefficient=options.aux_loss_coefficient,
+        moe_backend=options.moe_backend,
+        timeout_base_s=options.timeout_base_s,
+        validation_sequences=options.validation_sequences,
+        failures=tuple(Failure.parse(text) for text in options.fail),
+        run_dir=options.run_dir,
+        loads_out=options.loads_out,
+        save_params=options.save_params,
+        json=options.json,
+    )
+    config.check(shape, num_slots)
+    data = load_text(options.data).samples(seq_len=config.seq_len, seed=config.seed)
+    if data.vocab_size > shape.vocab_size:
+        raise ValueError(
+            f"data has {data.vocab_size} tokens and {shape.name} a vocabulary of {shape.vocab_size}; "
+            "choose a model with a larger vocabulary"
+        )
+    return _Request(shape=shape, config=config, data=data)
+
+
+def _dry_run_text(request: _Request, num_slots: int) -> str:
+    shape, config = request.shape, request.config
+    lines = parameter_lines(shape)
+    plan = plan_from_scratch(
+        Cluster.uniform(num_slots, num_slots),
+        lines,
+        num_replicas=config.replicas,
+        global_batch_size=config.global_batch_size,
+        redundancy=config.redundancy,
+    )
+    held = max(
+        sum(plan.holders.num_units(line.axis, slot) * line.unit_numel for line in lines.values())
+        for slot in plan.slots
+    )
+    return "\n".join(
+        (
+            f"{shape.name}: {shape.num_parameters:,} parameters, {shape.num_active_parameters:,} active per token",
+            f"{num_slots} slots, {config.replicas} replicas; the fullest slot holds {held:,} parameters",
+            layout_picture(plan, lines, terminal_width()),
+        )
+    )
+
+
+def _start(build: BuildModel, request: _Request, spec: JobSpec | None, run_dir: Path) -> int:
+    """Train here, or under a supervisor when a launcher started several."""
+    if spec is None:
+        run_id = time.strftime("%Y%m%d-%H%M%S") + f"-{os.getpid()}"
+        alone = JobSpec(
+            slot=0,
+            num_slots=1,
+            slots_per_node=1,
+            run_id=run_id,
+            store_address=None,
+            run_dir=run_dir / run_id,
+            timeout_base_s=request.config.timeout_base_s,
+        )
+        return run_alone(lambda job: _train(build, request, job), spec=alone)
+    spec = dataclasses.replace(spec, run_dir=run_dir / spec.run_id)
+    return supervise(lambda job: _train(build, request, job), spec=spec)
+
+
+def _train(build: BuildModel, request: _Request, job: Job) -> int:
+    """In the trainer's process."""
+    log_to_file(job.log_path)
+    logging.getLogger(__name__).info("%s", request.config)
+    view = _View(request)
+    dtype = request.config.torch_dtype
+    trainer = Trainer(lambda: build(request.shape, dtype), request.data, request.config, view.hooks())
+    try:
+        return trainer.run(job)
+    finally:
+        view.close()
+
+
+class _View:
+    """What people see: the lowest live slot prints."""
+
+    def __init__(self, request: _Request):
+        self._request = request
+        self._progress = ProgressLine(request.config.steps, stream=sys.stdout)
+        self._last = time.perf_counter()
+
+    def hooks(self) -> Hooks:
+        return Hooks(on_commit=self._commit, on_recovery=self._recovery, on_end=self._end)
+
+    def close(self) -> None:
+        self._progress.close()
+
+    def _commit(self, trainer: Trainer, committed: Committed) -> None:
+        now = time.perf_counter()
+        elapsed, self._last = now - self._last, now
+        if trainer.reports:
+            self._progress.update(
+                committed.step,
+                loss=committed.loss,
+                tokens_per_s=committed.tokens / elapsed,
+                generation=trainer.run_state.current.number,
+                live_slots=trainer.members,
+            )
+
+    def _recovery(self, trainer: Trainer, recovery: Recovery) -> None:
+        if trainer.reports:
+            phases = ", ".join(f"{name} {seconds * 1e3:.0f} ms" for name, seconds in recovery.phases_s().items())
+            self._progress.message(
+                f"generation {recovery.generation}: {recovery.reason}; {recovery.total_s * 1e3:.0f} ms from failure "
+                f"to the next committed step ({phases})"
+            )
+
+    def _end(self, trainer: Trainer) -> None:
+        """After the last step, while all slots are there."""
+        request, run = self._request, trainer.run_state
+        config, lines = request.config, run.recipe.lines
+        if config.save_params is not None:
+            tensors = gather_parameters(
+                run.state,
+                lines,
+                run.recipe.dtype,
+                to=trainer.plan.slots[0],
+                communicator=run.current.groups.transfer,
+                waiter=run.current.waiter,
+            )
+            if trainer.reports:
+                save_parameters(config.save_params, request.shape, lines, tensors)
+        if not trainer.reports:
+            return
+        self.close()
+        result = outcome(trainer, request.shape.name)
+        if config.loads_out is not None:
+            write_loads(config.loads_out, trainer, request.shape.name)
+        if config.json is not None:
+            write_json(config.json, result)
+        page = summary(
+            result, before=trainer.plans[0], after=trainer.plan, lines=lines, width=terminal_width(sys.stdout)
+        )
+        print_text(f"\n{page}\n\nlogs: {run.job.run_dir}")
+
+

@@ -1,0 +1,69 @@
+"""What a job did, as the object that `--json` writes (train.json, schema 1)."""
+
+from __future__ import annotations
+
+import json
+import os
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+
+from nep.fault_tolerance.injection import fired
+from nep.train.data import expected_hash
+from nep.train.trainer import Trainer
+
+SCHEMA = 1
+LOADS_FORMAT_VERSION = 1
+
+
+def outcome(trainer: Trainer, model_name: str) -> dict[str, Any]:
+    """Everything worth keeping of a finished job, as this slot saw it (all slots saw the same steps)."""
+    config, history = trainer.config, trainer.run_state.history
+    size = config.global_batch_size
+    expected = {step: (size, expected_hash((step - 1) * size, size)) for step in range(1, config.steps + 1)}
+    lost, repeated = history.samples_lost_and_repeated(expected)
+    injected = fired(config.failures, trainer.run_state.store)
+    return {
+        "schema": SCHEMA,
+        "model": model_name,
+        "steps": len({entry.step for entry in history.steps}),
+        "loss": [entry.loss for entry in history.steps],
+        "grad_norm": [entry.grad_norm for entry in history.steps],
+        "validation_loss": trainer.validation_losses,
+        "generations": [
+            {"gen": number, "step": step, "slots": list(slots), "reason": reason}
+            for number, step, slots, reason in trainer.generations
+        ],
+        "lost_steps": history.lost_steps(config.steps),
+        "lost_samples": lost,
+        "repeated_samples": repeated,
+        "recovery_s": [recovery.total_s for recovery in trainer.recoveries],
+        "recovery_phases_s": [recovery.phases_s() for recovery in trainer.recoveries],
+        "live_slots": list(trainer.members),
+        "data_digest": trainer.data.digest,
+        "layout": trainer.plan.number,
+        "unprotected_intervals": len(trainer.plan.unprotected(trainer.run_state.recipe.lines)),
+        "failures": [
+            {"failure": str(failure), "fired": index in injected} for index, failure in enumerate(config.failures)
+        ],
+    }
+
+
+def write_json(path: Path, result: dict[str, Any]) -> None:
+    """Write the object at once or not at all."""
+    unfinished = path.with_name(path.name + ".unfinished")
+    unfinished.write_text(json.dumps(result, indent=1) + "\n")
+    os.replace(unfinished, path)
+
+
+def write_loads(path: Path, trainer: Trainer, model_name: str) -> None:
+    """Expert loads of every committed step: NPZ with `counts` int64 [step, layer, expert] and `model`."""
+    counts = torch.stack(trainer.run_state.history.counts_le).numpy()
+    unfinished = path.with_name(path.name + ".unfinished")
+    with unfinished.open("wb") as file:
+        np.savez_compressed(
+            file, counts=counts, model=np.array(model_name), format_version=np.array(LOADS_FORMAT_VERSION)
+        )
+    os.replace(unfinished, path)

@@ -1,0 +1,112 @@
+"""Forward and backward of one step on one slot: phase 1 of the protocol. Nothing but gradients changes."""
+
+from __future__ import annotations
+
+import math
+import time
+from collections.abc import Callable
+
+import torch
+import torch.nn.functional as F
+from torch import nn
+
+from nep.fault_tolerance.commit import StepSums
+from nep.parallel.grad_sync import GradSync
+from nep.parallel.parallelize import collect_gradients
+from nep.planning.plan import Plan
+from nep.train.data import SampleSource, expected_hash
+
+
+def share_of(plan: Plan, slot: int) -> tuple[int, int, int]:
+    """Which part of each global batch a slot's lane takes, and in how many rounds of its replica.
+
+    Returns:
+        Offset in the batch, number of sequences, and the largest number of sequences of a lane of the
+        replica: all lanes of a dispatch group run the same number of rounds.
+    """
+    offset = 0
+    mine = (0, 0)
+    replica = plan.replica_of(slot)
+    for lane in plan.lanes:
+        if slot in lane.slots:
+            mine = (offset, lane.num_sequences)
+        offset += lane.num_sequences
+    most = max(lane.num_sequences for lane in plan.lanes if lane.replica == replica)
+    return *mine, most
+
+
+def cross_entropy_sum(logits_btv: torch.Tensor, targets_bt: torch.Tensor) -> torch.Tensor:
+    """Cross-entropy summed over all tokens, in at least float32; 0 (and in the graph) for no tokens."""
+    wide = torch.promote_types(logits_btv.dtype, torch.float32)
+    return F.cross_entropy(logits_btv.flatten(0, 1).to(wide), targets_bt.flatten(), reduction="sum")
+
+
+def forward_backward(
+    model: nn.Module,
+    sync: GradSync,
+    data: SampleSource,
+    *,
+    first_sample: int,
+    micro_batch_size: int,
+    probe: Callable[[str], None],
+) -> StepSums:
+    """Run this slot's rounds of one step, gradients of the summed loss adding up in `sync.grads`.
+
+    All lanes of a replica run equally many rounds; a lane that has run out of samples joins with none.
+
+    Args:
+        first_sample: global index of the step's first sample.
+        micro_batch_size: sequences per round.
+        probe: failure injection.
+    """
+    offset, count, most = share_of(sync.state.plan, sync.state.slot)
+    probe("forward")
+    sync.zero_grads()
+    start = time.perf_counter()
+    loss_sum, tokens, samples, sample_hash = 0.0, 0, 0, 0
+    counts_le: torch.Tensor | None = None
+    for round_index in range(max(1, math.ceil(most / micro_batch_size))):
+        done = round_index * micro_batch_size
+        size = max(0, min(micro_batch_size, count - done))
+        first = first_sample + offset + done
+        tokens_bt, targets_bt = (torch.from_numpy(array) for array in data.train_batch(first, size))
+        output = model(tokens_bt)
+        loss = cross_entropy_sum(output.logits_btv, targets_bt)
+        if round_index == 0:
+            output.logits_btv.register_hook(lambda _: probe("backward"))
+        loss.backward()
+        collect_gradients(model, sync)
+        loss_sum += float(loss.detach())
+        tokens += targets_bt.numel()
+        samples += size
+        sample_hash += expected_hash(first, size)
+        counts = output.num_tokens_per_expert_le
+        counts_le = counts if counts_le is None else counts_le + counts
+    assert counts_le is not None
+    return StepSums(
+        loss=loss_sum,
+        tokens=tokens,
+        samples=samples,
+        sample_hash=sample_hash % 2**64,
+        counts_le=counts_le,
+        seconds=time.perf_counter() - start,
+    )
+
+
+@torch.no_grad()
+def validation_sums(
+    model: nn.Module, plan: Plan, slot: int, data: SampleSource, *, num_sequences: int, micro_batch_size: int
+) -> tuple[float, int]:
+    """This slot's part of the validation loss: sum over its tokens, and how many. All slots call it."""
+    position = plan.slots.index(slot)
+    size, rest = divmod(num_sequences, len(plan.slots))
+    first = position * size + min(position, rest)
+    count = size + (position < rest)
+    most = size + (rest > 0)
+    total, tokens = 0.0, 0
+    for done in range(0, most, micro_batch_size):
+        now = max(0, min(micro_batch_size, count - done))
+        tokens_bt, targets_bt = (torch.from_numpy(array) for array in data.validation_batch(first + done, now))
+        total += float(cross_entropy_sum(model(tokens_bt).logits_btv, targets_bt))
+        tokens += targets_bt.numel()
+    return total, tokens

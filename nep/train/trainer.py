@@ -1,0 +1,338 @@
+"""The training loop of one slot: steps as transactions, recovery when a generation breaks, and the end."""
+
+from __future__ import annotations
+
+import logging
+import time
+from collections.abc import Callable
+from dataclasses import dataclass
+
+import torch
+from torch import nn
+
+from nep.distributed.collectives import all_gather_bytes
+from nep.distributed.timeouts import Timeouts
+from nep.distributed.waiting import Fault
+from nep.fault_tolerance.commit import commit_layout, commit_step
+from nep.fault_tolerance.control_store import ControlStore, decision_key, end_key, finished_key
+from nep.fault_tolerance.history import Committed
+from nep.fault_tolerance.injection import Injector
+from nep.fault_tolerance.job import Job
+from nep.fault_tolerance.membership import LeftOut
+from nep.fault_tolerance.recovery import CheckpointNeeded, enter_generation, recover
+from nep.fault_tolerance.runtime import Recipe, SlotRun
+from nep.fault_tolerance.timeline import Recovery
+from nep.fault_tolerance.transaction import Decision, Progress
+from nep.parallel.grad_sync import GradSync
+from nep.parallel.migrate import migrate
+from nep.parallel.parallelize import parallelize
+from nep.parallel.state import SlotState
+from nep.planning.cluster import Cluster
+from nep.planning.plan import Plan
+from nep.planning.planner import plan_from_scratch, plan_mirrors
+from nep.train.config import TrainConfig
+from nep.train.data import SampleSource
+from nep.train.initialization import initial_units
+from nep.train.log import follow_generation
+from nep.train.step import forward_backward, validation_sums
+
+log = logging.getLogger(__name__)
+
+
+@dataclass(frozen=True, kw_only=True)
+class Hooks:
+    """What a caller may add. Each is called on every slot; none may communicate or change the model.
+
+    Attributes:
+        on_commit: after a step is committed and its parameters are back: (trainer, committed step).
+        on_recovery: when the first step after a recovery is committed: (trainer, recovery).
+        on_plan: when a plan becomes the current one: (trainer, plan).
+        on_end: after the last step, while all slots are still there: (trainer).
+    """
+
+    on_commit: Callable[[Trainer, Committed], None] = lambda trainer, committed: None
+    on_recovery: Callable[[Trainer, Recovery], None] = lambda trainer, recovery: None
+    on_plan: Callable[[Trainer, Plan], None] = lambda trainer, plan: None
+    on_end: Callable[[Trainer], None] = lambda trainer: None
+
+
+class Trainer:
+    """Trains one model on one slot of a job, together with the trainers of the other slots.
+
+    Args:
+        model: makes the single-device model on the meta device; called anew for every plan.
+        data: the samples; the same on every slot.
+        config: the same on every slot, checked before (`TrainConfig.check`).
+        hooks: see `Hooks`.
+    """
+
+    def __init__(
+        self,
+        model: Callable[[], nn.Module],
+        data: SampleSource,
+        config: TrainConfig,
+        hooks: Hooks | None = None,
+    ):
+        self._make_model = model
+        self.data = data
+        self.config = config
+        self.hooks = hooks or Hooks()
+        self._recovery: Recovery | None = None  # one that has not led to a committed step yet
+        self.recoveries: list[Recovery] = []
+        self.generations: list[tuple[int, int, tuple[int, ...], str]] = []  # number, step, slots, reason
+        self.plans: list[Plan] = []
+        self.validation_losses: list[float] = []  # before the first step, after the last
+        self.model: nn.Module
+        self.run_state: SlotRun
+
+    # What hooks may read.
+
+    @property
+    def slot(self) -> int:
+        return self.run_state.slot
+
+    @property
+    def step(self) -> int:
+        """The last committed step."""
+        return self.run_state.progress.tx
+
+    @property
+    def plan(self) -> Plan:
+        return self.run_state.state.plan
+
+    @property
+    def members(self) -> tuple[int, ...]:
+        return self.run_state.current.members
+
+    @property
+    def reports(self) -> bool:
+        """Whether this slot speaks for the job: the lowest live one does."""
+        return self.slot == self.plan.slots[0]
+
+    # The life of a trainer.
+
+    def run(self, job: Job) -> int:
+        """Train to the last step and return the exit code (0, or 3: a checkpoint is needed and none exists)."""
+        torch.set_num_threads(1 if job.slots_per_node > 1 else torch.get_num_threads())
+        store = job.connect()
+        plan, members = self._found(job, store)
+        self._prepare(job, store, plan)
+        try:
+            self._live(plan, members)
+            return 0
+        except CheckpointNeeded as lost:
+            self._announce(str(lost))
+            store.compare_and_set(end_key(), "", "3")
+            return 3
+        except LeftOut as left:
+            self._announce(str(left))
+            return 1
+
+    def _live(self, plan: Plan, members: tuple[int, ...]) -> None:
+        """Go through generations until the last step is committed and everybody knows."""
+        run = self.run_state
+        number = 1
+        fault: Fault | None = None
+        while True:
+            try:
+                if fault is None:
+                    run.generation = enter_generation(run, number, members, plan)
+                    self._begin("start")
+                else:
+                    self._recovery = recover(run, fault, number, members, self._recovery or Recovery())
+                    self._begin(self._recovery.reason)
+                number, members = run.current.number, run.current.members
+                self._train()
+                self._finish()
+                return
+            except Fault as broken:
+                fault = broken
+
+    def _found(self, job: Job, store: ControlStore) -> tuple[Plan, tuple[int, ...]]:
+        """Generation 1: the plan that one slot wrote and all read."""
+        lines = self._make_model().parameter_lines()  # type: ignore[operator]
+        cluster = Cluster.uniform(job.num_slots, job.slots_per_node)
+        mine = plan_from_scratch(
+            cluster,
+            lines,
+            num_replicas=self.config.replicas,
+            global_batch_size=self.config.global_batch_size,
+            redundancy=self.config.redundancy,
+        )
+        decision = Decision(
+            generation=1,
+            members=tuple(range(job.num_slots)),
+            committed=0,
+            result=None,
+            result_slots=(),
+            layout=mine.number,
+            layout_digest=mine.digest,
+            action="continue",
+            plan=mine.canonical_json(),
+            params_versions={slot: 0 for slot in range(job.num_slots)},
+            reason="start",
+        )
+        written = Decision.from_json(store.compare_and_set(decision_key(1), "", decision.to_json()))
+        assert written.plan is not None
+        return Plan.from_json(written.plan), written.members
+
+    def _prepare(self, job: Job, store: ControlStore, plan: Plan) -> None:
+        """The state before step 1, made where it is needed: nothing travels."""
+        config, lines = self.config, self._make_model().parameter_lines()  # type: ignore[operator]
+        recipe = Recipe(
+            lines=lines,
+            dtype=config.torch_dtype,
+            optimizer=config.optimizer,
+            total_steps=config.steps,
+            timeouts=Timeouts(base_s=config.timeout_base_s),
+        )
+        state = SlotState.initial(
+            plan,
+            job.slot,
+            lines,
+            recipe.dtype,
+            lambda name, lo, hi: initial_units(config.seed, name, lines[name], lo, hi),
+        )
+        injector = Injector(config.failures, job.slot, store, self._announce)
+        self.run_state = SlotRun(
+            job=job,
+            store=store,
+            recipe=recipe,
+            probe=injector.at,
+            cluster=Cluster.uniform(job.num_slots, job.slots_per_node),
+            progress=Progress(slot=job.slot, layout=plan.number, layout_digest=plan.digest),
+            state=state,
+            sync=GradSync.build(state, lines, recipe.dtype),
+        )
+
+    def _announce(self, line: str) -> None:
+        log.warning("%s", line)
+        print(f"slot {self.run_state.slot}: {line}", flush=True)
+
+    def _begin(self, reason: str) -> None:
+        """A new generation stands: build the model for its plan."""
+        generation = self.run_state.current
+        follow_generation(generation.number, self.plan.replica_of(self.slot), self.slot)
+        log.info("members %s: %s", generation.members, reason)
+        self.generations.append((generation.number, self.step, generation.members, reason))
+        self._install()
+
+    def _install(self) -> None:
+        """Make the model that obeys the current plan."""
+        run = self.run_state
+        self.model = parallelize(
+            self._make_model(),
+            state=run.state,
+            sync=run.sync,
+            groups=run.current.groups,
+            waiter=run.current.waiter,
+            probe=lambda phase: run.probe(phase, self.step + 1),
+        )
+        self.plans.append(self.plan)
+        self.hooks.on_plan(self, self.plan)
+
+    # Steps.
+
+    def _train(self) -> None:
+        """From the last committed step to the end. What is done here follows from committed state alone, so
+        all slots do the same, whenever they were interrupted."""
+        run, config = self.run_state, self.config
+        if self.step == 0:
+            self.validation_losses = [self._validate()]
+        while self.step < config.steps:
+            step = self.step + 1
+            follow_generation(run.current.number, self.plan.replica_of(self.slot), self.slot, step)
+            sums = forward_backward(
+                self.model,
+                run.sync,
+                self.data,
+                first_sample=self.step * config.global_batch_size,
+                micro_batch_size=config.micro_batch_size,
+                probe=run.probe_at(step),
+            )
+            commit_step(run, step, sums)
+            self._resumed()
+            self.hooks.on_commit(self, run.history.steps[-1])
+            self._protect()
+            run.parking.reap()
+        self._resumed()
+        self.validation_losses = [*self.validation_losses[:1], self._validate()]
+        self.hooks.on_end(self)
+
+    def _resumed(self) -> None:
+        """The first step after a recovery is committed (or there is none left to do)."""
+        if self._recovery is not None:
+            recovery, self._recovery = self._recovery, None
+            recovery.resumed_at = time.time()
+            self.recoveries.append(recovery)
+            self.hooks.on_recovery(self, recovery)
+
+    def _protect(self) -> None:
+        """Complete the mirrors after a loss: the next layout transaction. All slots decide alike."""
+        run = self.run_state
+        plan = plan_mirrors(self.plan, run.cluster, run.recipe.lines)
+        if plan is self.plan:
+            return
+        log.warning("completing the mirrors as layout %d", plan.number)
+        moved = migrate(
+            run.state,
+            plan,
+            live=run.current.members,
+            params_versions=dict.fromkeys(run.current.members, self.step),
+            version=self.step,
+            lines=run.recipe.lines,
+            dtype=run.recipe.dtype,
+            communicator=run.current.groups.transfer,
+            waiter=run.current.waiter,
+            probe=run.probe_at(self.step + 1),
+        )
+        commit_layout(run, moved)
+        self._install()
+
+    def _validate(self) -> float:
+        """Mean loss over the held-out sequences, the same number on every slot. All slots call it."""
+        config, run = self.config, self.run_state
+        count = min(config.validation_sequences, self.data.num_validation_samples)
+        if count == 0:
+            return float("nan")
+        total, tokens = validation_sums(
+            self.model,
+            self.plan,
+            self.slot,
+            self.data,
+            num_sequences=count,
+            micro_batch_size=config.micro_batch_size,
+        )
+        mine = torch.tensor([total, float(tokens)], dtype=torch.float64).numpy().tobytes()
+        blobs = all_gather_bytes(run.current.groups.vote, mine, run.current.waiter, "the validation loss")
+        sums = torch.stack([torch.frombuffer(bytearray(blob), dtype=torch.float64) for blob in blobs]).sum(0)
+        return float(sums[0] / sums[1])
+
+    def _finish(self) -> None:
+        """END of the protocol: nobody leaves before the store says that all members have finished."""
+        run = self.run_state
+        number, store = run.current.number, run.store
+        store.set(finished_key(number, self.slot), "1")
+        everybody = [finished_key(number, slot) for slot in self.members]
+        run.current.waiter.wait(_StoreKeys(store, everybody), "the end of the others")
+        store.compare_and_set(end_key(), "", "0")
+
+
+class _StoreKeys:
+    """Keys that other slots write, as something to wait for."""
+
+    _PAUSE_S = 0.005
+
+    def __init__(self, store: ControlStore, keys: list[str]):
+        self._store = store
+        self._keys = keys
+
+    def done(self) -> bool:
+        time.sleep(self._PAUSE_S)
+        return self._store.exists(self._keys)
+
+    def check(self) -> None:
+        return None
+
+    def ended(self) -> bool:
+        return True

@@ -1,0 +1,117 @@
+"""Model sizes: published totals, lines, and what is refused."""
+
+import dataclasses
+import json
+
+import pytest
+
+from nep.planning.layout import LineKind, axes
+from nep.planning.shapes import PRESETS, ModelShape, parameter_lines, preset
+
+
+def counted_from_the_config(shape: ModelShape, experts_per_layer: int) -> int:
+    """Counts as in the model's paper, matrix by matrix; shares nothing with the lines."""
+    d, head_dim = shape.hidden_size, shape.head_dim
+    attention = 2 * d * shape.num_heads * head_dim + 2 * d * shape.num_kv_heads * head_dim
+    experts = experts_per_layer * 3 * d * shape.ffn_hidden_size
+    layer = attention + experts + shape.num_experts * d + 2 * d
+    embeddings = shape.vocab_size * d * (1 if shape.tied_embeddings else 2)
+    return embeddings + shape.num_layers * layer + d
+
+
+@pytest.mark.parametrize("tied", [False, True])
+@pytest.mark.parametrize("name", PRESETS)
+def test_counts_agree_with_the_config(name: str, tied: bool) -> None:
+    shape = dataclasses.replace(preset(name), tied_embeddings=tied)
+    assert shape.num_parameters == counted_from_the_config(shape, shape.num_experts)
+    assert shape.num_active_parameters == counted_from_the_config(shape, shape.top_k)
+
+
+@pytest.mark.parametrize(
+    ("name", "total_billions", "active_billions"),
+    [("mixtral-8x7b", 46.7, 12.9), ("mixtral-8x22b", 140.6, 39.2)],
+)
+def test_counts_agree_with_what_is_published(
+    name: str, total_billions: float, active_billions: float
+) -> None:
+    shape = preset(name)
+    assert round(shape.num_parameters / 1e9, 1) == total_billions
+    assert round(shape.num_active_parameters / 1e9, 1) == active_billions
+
+
+def test_debug_is_small_and_on_bytes() -> None:
+    shape = preset("debug")
+    assert 1e6 <= shape.num_parameters <= 2e6
+    assert (shape.vocab_size, shape.num_experts, shape.top_k) == (256, 8, 2)
+
+
+@pytest.mark.parametrize("name", PRESETS)
+def test_lines_are_in_forward_order_and_grouped_by_axis(name: str) -> None:
+    shape = preset(name)
+    lines = parameter_lines(shape)
+    layers = [line.layer for line in lines.values()]
+    assert layers == sorted(layers)
+    names = axes(lines)
+    last = f"layers.{shape.num_layers - 1}"
+    assert names[f"{last}.experts"] == (f"{last}.moe.experts.w13", f"{last}.moe.experts.w2")
+    assert names[f"{last}.heads"] == (f"{last}.attention.wq", f"{last}.attention.wo")
+    assert names[f"{last}.kv_heads"] == (f"{last}.attention.wk", f"{last}.attention.wv")
+    assert len(names) == 3 + 4 * shape.num_layers
+
+
+def test_norms_start_at_one_and_do_not_decay() -> None:
+    for name, line in parameter_lines(preset("debug")).items():
+        is_norm = "norm" in name
+        assert (line.init_std is None) == is_norm
+        assert line.weight_decay == (not is_norm)
+
+
+def test_units_of_experts_are_blocks_of_neurons() -> None:
+    shape = dataclasses.replace(preset("debug"), neuron_block=64)
+    line = parameter_lines(shape)["layers.1.moe.experts.w13"]
+    assert line.kind is LineKind.EXPERTS
+    assert line.shape == (8 * 256 // 64, 2, 64, 128)
+    assert line.units_per_expert == shape.units_per_expert == 4
+
+
+def test_a_tied_head_is_no_parameter() -> None:
+    shape = dataclasses.replace(preset("debug"), tied_embeddings=True)
+    assert "head.weight" not in parameter_lines(shape)
+    assert "head.weight" in parameter_lines(preset("debug"))
+
+
+@pytest.mark.parametrize("name", PRESETS)
+def test_json_there_and_back(name: str) -> None:
+    shape = dataclasses.replace(preset(name), sliding_window=7)
+    assert ModelShape.from_json(shape.to_json()) == shape
+    assert " " not in shape.to_json()
+
+
+@pytest.mark.parametrize("text", ["", "[]", "{}", '{"name": "debug"}'])
+def test_json_that_is_no_shape_is_refused(text: str) -> None:
+    with pytest.raises(ValueError, match="model shape"):
+        ModelShape.from_json(text)
+
+
+def test_json_with_an_unknown_field_is_refused() -> None:
+    values = json.loads(preset("debug").to_json()) | {"num_shared_experts": 1}
+    with pytest.raises(ValueError, match="num_shared_experts"):
+        ModelShape.from_json(json.dumps(values))
+
+
+def test_all_problems_are_named_at_once() -> None:
+    with pytest.raises(ValueError) as caught:
+        dataclasses.replace(preset("debug"), top_k=9, neuron_block=48, num_kv_heads=3, head_dim=15)
+    for problem in ("top_k (9)", "neuron_block (48)", "num_kv_heads (3)", "head_dim (15)"):
+        assert problem in str(caught.value)
+
+
+@pytest.mark.parametrize("values", [{"num_layers": 0}, {"sliding_window": 0}, {"vocab_size": -1}])
+def test_sizes_are_positive(values: dict[str, int]) -> None:
+    with pytest.raises(ValueError, match="must be positive"):
+        dataclasses.replace(preset("debug"), **values)
+
+
+def test_an_unknown_preset_lists_the_known() -> None:
+    with pytest.raises(ValueError, match=r"'gpt'.*debug.*mixtral-8x7b"):
+        preset("gpt")
