@@ -10,8 +10,7 @@ BIN := $(VENV)/bin
 # (Not `command -v`: a pyenv shim exists also for versions that are not installed.)
 PYTHON ?= $(shell for p in python3.11 python3 python3.12 python3.13 python; do \
 	$$p -c 'import sys; sys.exit(sys.version_info < (3, 11))' >/dev/null 2>&1 && echo $$p && break; done)
-# Handed to pip, for instance to choose torch's build (a plain Linux wheel brings several GB of CUDA along):
-#   make .venv PIP_ARGS='--index-url https://download.pytorch.org/whl/cpu --extra-index-url https://pypi.org/simple'
+# Handed to pip, for instance to choose torch's build (a plain Linux wheel brings several GB of CUDA along).
 PIP_ARGS ?=
 # CONSTRAINTS= (empty) lets pip take any release that pyproject.toml allows.
 CONSTRAINTS ?= constraints.txt
@@ -35,8 +34,8 @@ help:  ## this page
 	@echo
 	@echo "variables: PYTHON, PIP_ARGS, CONSTRAINTS (.venv); NPROC=$(NPROC) STEPS=$(STEPS) REPLICAS=$(REPLICAS)" \
 		"FAIL=$(FAIL) TRAIN_ARGS (train); TEST_ARGS (test, soak)"
-	@echo "torch for CPUs only: make .venv PIP_ARGS='--index-url https://download.pytorch.org/whl/cpu" \
-		"--extra-index-url https://pypi.org/simple'"
+	@echo "torch for CPUs only: make .venv PIP_ARGS='--index-url URL --extra-index-url URL'," \
+		"with the URL that torch's install page names for CPUs first"
 
 # Phony: a folder's time changes with its content, so the stamp says whether the environment is up to date.
 .venv: $(STAMP)  ## the environment (python -m venv, pip install -e '.[dev]')

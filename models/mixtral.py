@@ -62,7 +62,7 @@ class RMSNorm(nn.Module):
 
 
 class Embedding(nn.Module):
-    """Vocabulary rows: looked up by the decoder's start, and multiplied with by its end."""
+    """Vocabulary rows, looked up by token; a tied head multiplies with the same rows."""
 
     def __init__(self, shape: ModelShape, *, dtype: torch.dtype, device: torch.device | str) -> None:
         super().__init__()

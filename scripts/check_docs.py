@@ -48,7 +48,8 @@ def markdown_files(root: Path) -> list[Path]:
 def blocks(text: str) -> Iterator[tuple[int, str | None, str]]:
     """(first line's number, language, text): language is None for prose and '' for a block without one."""
     prose: list[str] = []
-    prose_start, code, code_start, language, fence = 1, [], 0, "", ""
+    code: list[str] = []
+    prose_start, code_start, language, fence = 1, 0, "", ""
     for number, line in enumerate(text.splitlines(), start=1):
         mark = _FENCE.match(line)
         if fence:

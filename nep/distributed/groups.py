@@ -9,7 +9,7 @@ from datetime import timedelta
 import torch
 import torch.distributed as dist
 
-from nep.distributed.waiting import Pending, PendingWork, Waiter, WaitingThread
+from nep.distributed.waiting import FailedLaunch, Nothing, Pending, PendingWork, Waiter, WaitingThread
 
 
 def create_process_group(
@@ -85,14 +85,20 @@ class Communicator:
         """Uneven all-to-all along dimension 0. Every member calls it."""
         assert self.group is not None
         self._launched("all_to_all")
-        work = self.group.alltoall_base(output, inputs, output_splits, input_splits)
+        try:
+            work = self.group.alltoall_base(output, inputs, output_splits, input_splits)
+        except RuntimeError as error:
+            return FailedLaunch(error)
         return PendingWork(work, (output, inputs))
 
     def all_gather(self, output: torch.Tensor, inputs: torch.Tensor) -> Pending:
         """`output` [size * n] gets every member's `inputs` [n], in rank order. Every member calls it."""
         assert self.group is not None
         self._launched("all_gather")
-        work = self.group._allgather_base(output, inputs)
+        try:
+            work = self.group._allgather_base(output, inputs)
+        except RuntimeError as error:
+            return FailedLaunch(error)
         return PendingWork(work, (output, inputs))
 
     def exchange(self, sends: Mapping[int, torch.Tensor], receives: Mapping[int, torch.Tensor]) -> Pending:
@@ -104,11 +110,18 @@ class Communicator:
         self._tag += 1
         self._launched("exchange")
         if not sends and not receives:
-            return _Nothing()
+            return Nothing()
         assert self.group is not None and self._thread is not None
-        works = [self.group.recv([buffer], self._rank_of[peer], self._tag) for peer, buffer in receives.items()]
-        works += [self.group.send([buffer], self._rank_of[peer], self._tag) for peer, buffer in sends.items()]
-        return self._thread.submit([work.wait for work in works], (dict(sends), dict(receives)))
+        group, calls = self.group, []
+        try:
+            for peer, buffer in receives.items():
+                calls.append(group.recv([buffer], self._rank_of[peer], self._tag).wait)
+            for peer, buffer in sends.items():
+                calls.append(group.send([buffer], self._rank_of[peer], self._tag).wait)
+        except RuntimeError as error:
+            # A peer is gone already. What has been launched goes on and may still write.
+            calls.insert(0, FailedLaunch(error).check)
+        return self._thread.submit(calls, (dict(sends), dict(receives)))
 
     def close(self) -> None:
         """No more calls; the waiting thread ends when the last operation has."""
@@ -119,17 +132,6 @@ class Communicator:
     def quiet(self) -> bool:
         """Whether no operation is being waited for any more (after `close`)."""
         return self._thread is None or not self._thread.alive
-
-
-class _Nothing:
-    def done(self) -> bool:
-        return True
-
-    def check(self) -> None:
-        return None
-
-    def ended(self) -> bool:
-        return True
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -64,6 +64,35 @@ class PendingWork:
         return self.done()
 
 
+class FailedLaunch:
+    """An operation that could not be started: it failed as if it had been waited for."""
+
+    def __init__(self, error: Exception):
+        self._error = error
+
+    def done(self) -> bool:
+        return True
+
+    def check(self) -> None:
+        raise self._error
+
+    def ended(self) -> bool:
+        return True
+
+
+class Nothing:
+    """An operation without peers."""
+
+    def done(self) -> bool:
+        return True
+
+    def check(self) -> None:
+        return None
+
+    def ended(self) -> bool:
+        return True
+
+
 class PendingCall:
     """Blocking calls that another thread makes, one after the other: sends and receives of gloo cannot be
     polled, nor can the constructor of a process group.

@@ -170,7 +170,8 @@ class ControlStore:
         try:
             self._store.wait([self.prefix + key], timedelta(seconds=max(timeout_s, 0.0)))
         except dist.DistStoreError:
-            return False
+            # The answer may have been on its way: after a very short time-out the key can be there.
+            return self.exists(key)
         return True
 
     def exists(self, keys: str | Iterable[str]) -> bool:
@@ -217,7 +218,7 @@ class ControlStore:
         store = self._store.clone()
         if timeout_s is not None:
             store.set_timeout(timedelta(seconds=timeout_s))
-        return dist.PrefixStore(self.prefix + prefix, store)
+        return dist.PrefixStore((self.prefix + prefix).rstrip("/"), store)  # it adds a "/" itself
 
 
 def discover_job(address: str, timeout_s: float) -> dict[str, Any] | None:

@@ -130,7 +130,8 @@ class Job:
 
     def connect(self) -> ControlStore:
         """A new connection to the control store (one for each thread)."""
-        return ControlStore.connect(self.store_address, self.prefix, Timeouts(base_s=self.timeout_base_s).store_s)
+        timeouts = Timeouts(base_s=self.timeout_base_s)
+        return ControlStore.connect(self.store_address, self.prefix, timeouts.store_s)
 
 
 def slot_log_path(run_dir: Path, slot: int) -> Path:

@@ -124,8 +124,9 @@ def _agree(run: SlotRun, number: int, members: tuple[int, ...]) -> Decision:
     decision = agree(run.store, number + 1, members, own, run.recipe.timeouts, decide)
     if decision.action == "checkpoint":
         axis, lo, hi = decision.lost[0]
+        lost_slots = sorted(set(run.state.plan.slots) - set(decision.members))
         raise CheckpointNeeded(
-            f"slots {sorted(set(members) - set(decision.members))} were lost together, and with them owner and "
+            f"slots {lost_slots} were lost together, and with them owner and "
             f"mirror of {len(decision.lost)} intervals (the first: units {lo} to {hi} of {axis}); "
             "the training state can only come from a checkpoint, and there is none"
         )

@@ -316,7 +316,7 @@ class _Supervisor:
             self._kill_at_s, self._kill_reason = at_s, reason
 
     def _obey_fence(self) -> None:
-        # It names the trainer it means: a fence for an earlier trainer of this slot does not concern this one.
+        # A fence names the trainer it means: it may be for an earlier one of this slot.
         wanted = self._ask(lambda s: s.get(fence_key(self._spec.slot)), None)
         if not self._fenced and wanted == str(self._spec.incarnation):
             self._fenced = True

@@ -1,7 +1,7 @@
 """The rules of the step protocol as pure functions: no I/O, no clock, no torch.
 
-`Progress` is what one slot can prove about itself, `Decision` what founds the next generation. Each rule below
-is one function, its docstring says what goes wrong without it, and `nep.testing.step_model` explores exactly
+`Progress` is what one slot can prove about itself, `Decision` what founds the next generation. Each rule is
+one function, its docstring says what goes wrong without it, and `nep.testing.step_model` explores exactly
 these functions. docs/protocol.md gives the order in which they are called.
 
 Two counters: *transaction* numbers optimizer steps from 1 (0: nothing is committed yet), *layout* numbers
@@ -15,6 +15,7 @@ from dataclasses import dataclass, field
 from typing import Any, Literal, Self
 
 SCHEMA = 1
+NO_LAYOUT = 0  # layouts count from 1; a returner has none until it adopts the first that it receives
 
 LostInterval = tuple[str, int, int]  # axis, first unit, one past the last unit
 Members = tuple[int, ...]  # slots, ascending
@@ -33,7 +34,7 @@ class _Document:
 
     def to_json(self) -> str:
         """Canonical JSON: sorted keys, no spaces."""
-        document = {"schema": SCHEMA}
+        document: dict[str, object] = {"schema": SCHEMA}
         for item in dataclasses.fields(self):  # type: ignore[arg-type]
             value = getattr(self, item.name)
             document[item.name] = value.hex() if isinstance(value, bytes) else value
@@ -52,7 +53,7 @@ class _Document:
         schema = document.pop("schema", None)
         if schema != SCHEMA:
             raise ValueError(
-                f"{cls.__name__}.schema ({schema}) must be {SCHEMA}; run the same release of nep on every slot"
+                f"{cls.__name__}.schema ({schema}) must be {SCHEMA}; run one release of nep on all slots"
             )
         known = {item.name for item in dataclasses.fields(cls)}  # type: ignore[arg-type]
         if unknown := document.keys() ^ known:
@@ -75,14 +76,14 @@ class Progress(_Document):
         slot: who.
         tx: last step that this slot knows to be committed.
         applied: last step in its owned and mirrored state.
-        prepared: the step whose owned *and* mirrored gradient sums and expert counts lie complete in its buffers.
+        prepared: the step whose owned *and* mirrored gradient sums and expert counts it has complete.
         result: packed vote records of `tx`, in slot order; None while tx is 0.
         result_slots: the slots of those records.
-        layout: number of the layout in use.
+        layout: number of the layout in use; NO_LAYOUT if it holds nothing.
         layout_digest: digest of that layout's plan.
         next_layout: number of a layout that was received completely but whose vote was not seen.
         next_digest: digest of its plan.
-        params_version: the step that *all* of its held parameters are from; None while they are of mixed steps.
+        params_version: the step that *all* of its held parameters are from; None while the steps are mixed.
         times_s: optional time stamps by name, seconds since the epoch.
     """
 
@@ -107,6 +108,7 @@ class Decision(_Document):
     Attributes:
         generation: the one it founds.
         members: its slots, ascending.
+        returners: the members that hold nothing of layout LN, even where LN names them.
         committed: C, the last committed step.
         result: packed vote records of C; None if C is 0.
         result_slots: their slots.
@@ -122,6 +124,7 @@ class Decision(_Document):
 
     generation: int
     members: Members
+    returners: Members = ()
     committed: int
     result: bytes | None
     result_slots: Members
@@ -137,6 +140,7 @@ class Decision(_Document):
     def _decode(cls, document: dict[str, Any]) -> dict[str, Any]:
         document = super()._decode(document)
         document["members"] = tuple(document["members"])
+        document["returners"] = tuple(document["returners"])
         document["params_versions"] = {int(slot): v for slot, v in document["params_versions"].items()}
         document["lost"] = tuple(tuple(interval) for interval in document["lost"])
         return document
@@ -148,7 +152,7 @@ class Decision(_Document):
 def after_prepare(progress: Progress, transaction: int) -> Progress:
     """STEP 3: every sum that this slot owns or mirrors, and the expert counts, are complete.
 
-    Without the mirrored sums: a slot that mirrors a dead owner's interval cannot finish a step that others saw.
+    Without the mirrored sums, who mirrors a dead owner's interval could not finish a step that others saw.
     """
     _require(progress.tx == progress.applied == transaction - 1, progress, f"prepares step {transaction}")
     # A layout received but not voted on would miss this step: layout transactions end before the next sums.
@@ -167,15 +171,15 @@ def may_vote(progress: Progress, transaction: int) -> bool:
 
 def after_vote(progress: Progress, transaction: int, result: bytes, result_slots: Members) -> Progress:
     """STEP 5: the vote was seen, so the step is committed, whatever happens to whom from here on."""
-    _require(may_vote(progress, transaction), progress, f"saw a vote on step {transaction} without being prepared")
+    _require(may_vote(progress, transaction), progress, f"sees a vote on step {transaction} unprepared")
     return dataclasses.replace(progress, tx=transaction, result=result, result_slots=result_slots)
 
 
 def after_apply(progress: Progress) -> Progress:
-    """STEP 6: the committed step is in the owned and mirrored state. Only now may the gradient buffers be reused.
+    """STEP 6: the committed step is in the owned and mirrored state. Only now may the sums be overwritten.
 
-    Applied before the vote, a step that nobody else committed could not be taken back. Reused before this, the
-    buffers would not hold what `prepared` promises, and a roll-forward would apply something else.
+    Applied before the vote, a step that nobody else committed could not be taken back. With the sums
+    overwritten before this, a roll-forward would apply something else than `prepared` promises.
     """
     _require(progress.applied == progress.tx - 1, progress, "applies a step that is not the next one")
     _require(progress.prepared == progress.tx, progress, "applies a step whose sums it does not hold")
@@ -194,12 +198,12 @@ def after_receive(progress: Progress, number: int, digest: str) -> Progress:
     the slot itself nor its peers can use.
     """
     _require(number > progress.layout, progress, f"receives layout {number}, which is no later one")
-    _require(progress.applied == progress.tx, progress, f"receives layout {number} before it has applied its step")
+    _require(progress.applied == progress.tx, progress, f"receives layout {number} between two steps")
     return dataclasses.replace(progress, next_layout=number, next_digest=digest)
 
 
 def after_adopt(progress: Progress) -> Progress:
-    """RECOVER 9: the layout vote was seen; the received layout is the one in use and the old one may be freed."""
+    """RECOVER 9: the layout vote was seen; the received layout is in use and the old one may be freed."""
     if progress.next_layout is None or progress.next_digest is None:
         raise ProtocolViolation(f"slot {progress.slot} adopts a layout that it has not received")
     return dataclasses.replace(
@@ -218,8 +222,8 @@ def after_adopt(progress: Progress) -> Progress:
 def waiting_for(members_before: Collection[int], records: Collection[int], dead: Collection[int]) -> Members:
     """RECOVER 3: the members of the old generation that have neither posted nor are confirmed dead.
 
-    Deciding without one of them would leave out a slot that lives, and with it perhaps the only one who saw the
-    vote, or the only copy of an interval.
+    Deciding without one of them would leave out a slot that lives, and with it perhaps the only one who saw
+    the vote, or the only copy of an interval.
     """
     return tuple(sorted(set(members_before) - set(records) - set(dead)))
 
@@ -227,32 +231,41 @@ def waiting_for(members_before: Collection[int], records: Collection[int], dead:
 def choose_committed(records: Mapping[int, Progress]) -> tuple[int, bytes | None, Members]:
     """RECOVER 3: C is the maximum that any survivor saw committed, with that step's result.
 
-    By minimum or majority, a slot that has applied the step would have to take it back; by each slot's own view,
-    they would go on from different steps. The maximum can always be reached, since a completed vote proves that
-    everybody was prepared.
+    By minimum or majority, a slot that has applied the step would have to take it back; by each slot's own
+    view, they would go on from different steps. The maximum can always be reached, since a completed vote
+    proves that everybody was prepared.
 
     Returns:
         C, the packed vote records of step C, the slots of those records.
     """
     newest = max(records.values(), key=lambda progress: progress.tx)
     for progress in records.values():
-        same_step = progress.tx == newest.tx
-        _require(newest.tx - 1 <= progress.applied <= newest.tx, progress, f"is not within a step of {newest.tx}")
-        _require(not same_step or progress.result == newest.result, progress, f"has its own result of {newest.tx}")
+        near = newest.tx - 1 <= progress.applied <= newest.tx
+        _require(near, progress, f"is not within one step of {newest.tx}")
+        same = progress.tx != newest.tx or progress.result == newest.result
+        _require(same, progress, f"has another result of step {newest.tx} than slot {newest.slot}")
     return newest.tx, newest.result, newest.result_slots
 
 
 def choose_layout(records: Mapping[int, Progress]) -> tuple[int, str]:
     """RECOVER 3: LN is the largest layout number in use by any survivor.
 
-    Whoever uses it has seen its vote and may have freed the old layout; everybody else has received it. A smaller
-    number could name memory that is gone.
+    Whoever uses it has seen its vote and may have freed the old layout; everybody else has received it. A
+    smaller number could name memory that is gone.
     """
     newest = max(records.values(), key=lambda progress: progress.layout)
     for progress in records.values():
         same = progress.layout != newest.layout or progress.layout_digest == newest.layout_digest
         _require(same, progress, f"has another layout {newest.layout} than slot {newest.slot}")
     return newest.layout, newest.layout_digest
+
+
+def holds_nothing(progress: Progress, layout: int, digest: str) -> bool:
+    """RECOVER 3: whether a poster returned lately and has not got layout LN yet, though LN may name it.
+
+    Counted as a live owner or mirror, it would hide that an interval is lost, or be asked to send one.
+    """
+    return progress.layout == NO_LAYOUT and (progress.next_layout, progress.next_digest) != (layout, digest)
 
 
 def decide(
@@ -275,7 +288,7 @@ def decide(
         members_before: slots of the generation before.
         records: what they posted. A record of a slot known to be dead is ignored.
         dead: members confirmed dead, as this proposer knows.
-        lost: (digest of layout LN, members) -> intervals with neither an owner nor a mirror among the members.
+        lost: (digest of layout LN, slots) -> intervals with neither an owner nor a mirror among the slots.
         plan: (digest of layout LN, members) -> canonical JSON of the plan to move to from there.
         returners: registered slots that join; they hold nothing yet.
         reason: for the log; None: composed from who died.
@@ -285,18 +298,22 @@ def decide(
         ProtocolViolation: the records contradict each other.
     """
     if missing := waiting_for(members_before, records, dead):
-        raise TooEarly(f"generation {generation} cannot be decided before slots {list(missing)} post or are dead")
+        raise TooEarly(
+            f"generation {generation}: slots {list(missing)} have neither posted nor are they dead"
+        )
     survivors = {s: records[s] for s in sorted(members_before) if s in records and s not in dead}
     if not survivors:
         raise ProtocolViolation(f"generation {generation} has no survivor to decide it")
     committed, result, result_slots = choose_committed(survivors)
     layout, digest = choose_layout(survivors)
+    holders = tuple(s for s, progress in survivors.items() if not holds_nothing(progress, layout, digest))
     members = tuple(sorted({*survivors, *returners}))
-    gone = tuple(lost(digest, members))
+    gone = tuple(lost(digest, holders))
     died = sorted(set(members_before) - set(survivors))
     return Decision(
         generation=generation,
         members=members,
+        returners=tuple(sorted(set(members) - set(holders))),
         committed=committed,
         result=result,
         result_slots=result_slots,
@@ -304,7 +321,7 @@ def decide(
         layout_digest=digest,
         action="checkpoint" if gone else "continue",
         plan=None if gone else plan(digest, members),
-        params_versions={slot: progress.params_version for slot, progress in survivors.items()},
+        params_versions={slot: survivors[slot].params_version for slot in holders},
         reason=reason or (f"slots {died} are dead" if died else "a fault without a death"),
         lost=gone,
     )
@@ -314,13 +331,13 @@ def decide(
 
 
 def settle_layout(progress: Progress, decision: Decision) -> Literal["keep", "adopt"]:
-    """RECOVER 5: "adopt" the received layout if the decision is in it, else "keep" (and drop what was received).
+    """RECOVER 5: "adopt" the received layout if the decision is in it, else "keep" (drop what was received).
 
-    The received one is complete, since this slot voted only after receiving; and no step was committed since,
-    since none can be without this slot.
+    The received one is complete, for this slot voted only after receiving; and it is of step C, for no step
+    can have been committed without this slot.
     """
     decided = decision.layout, decision.layout_digest
-    if decided == (progress.layout, progress.layout_digest):
+    if progress.slot in decision.returners or decided == (progress.layout, progress.layout_digest):
         return "keep"
     received = progress.next_layout, progress.next_digest
     _require(decided == received, progress, f"cannot reach layout {decision.layout}")
@@ -334,7 +351,7 @@ def record_committed(progress: Progress, decision: Decision) -> Progress:
     Otherwise a second failure, in which the slots that saw the vote die, finds survivors that have applied a
     step which none of them can prove to be committed.
     """
-    _require(progress.tx <= decision.committed, progress, f"knows more than the decision, C = {decision.committed}")
+    _require(progress.tx <= decision.committed, progress, f"knows more than C = {decision.committed}")
     return dataclasses.replace(
         progress, tx=decision.committed, result=decision.result, result_slots=decision.result_slots
     )
@@ -348,7 +365,7 @@ def must_apply(progress: Progress, decision: Decision) -> bool:
             exception, not an assert: `python -O` must not turn it into silent corruption.
     """
     committed = decision.committed
-    if progress.applied == committed:
+    if progress.applied == committed or progress.slot in decision.returners:
         return False
     _require(progress.applied == committed - 1, progress, f"cannot get to step {committed}")
     _require(progress.prepared == committed, progress, f"must roll to step {committed} without its sums")
@@ -356,7 +373,9 @@ def must_apply(progress: Progress, decision: Decision) -> bool:
 
 
 def after_decision(progress: Progress, decision: Decision) -> Progress:
-    """RECOVER 5 to 7 in one: what this slot is once it has settled its layout, recorded C and rolled forward."""
+    """RECOVER 5 to 7 in one: this slot once it has settled its layout, recorded C and rolled forward."""
+    if progress.slot in decision.returners:
+        return join(progress.slot, decision)
     adopted = settle_layout(progress, decision) == "adopt"
     rolled = must_apply(progress, decision)
     if adopted:
@@ -368,21 +387,21 @@ def after_decision(progress: Progress, decision: Decision) -> Progress:
 
 
 def join(slot: int, decision: Decision) -> Progress:
-    """What a returner is when it reads the decision: it holds nothing of LN, and receives the rest like all."""
+    """RECOVER 5 to 7 for a returner: it holds nothing, knows C from the decision, and receives like all."""
     return Progress(
         slot=slot,
         tx=decision.committed,
         applied=decision.committed,
         result=decision.result,
         result_slots=decision.result_slots,
-        layout=decision.layout,
-        layout_digest=decision.layout_digest,
+        layout=NO_LAYOUT,
+        layout_digest="",
         params_version=None,
     )
 
 
 def trusts_parameters(decision: Decision, slot: int) -> bool:
-    """RECOVER 8: whether the held parameters of `slot` are all of step C, so that they may stay or be a source.
+    """RECOVER 8: whether the held parameters of `slot` are all of step C, so that they may stay.
 
     After a partial return they are of mixed steps. A member that is not trusted takes every parameter that it
     neither owns nor mirrors from the interval's owner, else from its mirror.
@@ -391,17 +410,22 @@ def trusts_parameters(decision: Decision, slot: int) -> bool:
 
 
 def state_source(owner: int, mirror: int | None, decision: Decision) -> int:
-    """RECOVER 8: who sends an interval's state: the owner if it lives, else the mirror.
+    """RECOVER 8: who sends an interval's state: the owner if it lives, else the mirror; never a returner.
 
     Raises:
         ProtocolViolation: both are dead; the decision must have been "checkpoint".
     """
     for slot in (owner, mirror):
-        if slot is not None and slot in decision.members:
+        if slot is not None and slot in decision.members and slot not in decision.returners:
             return slot
-    raise ProtocolViolation(f"an interval of layout {decision.layout} lost both owner {owner} and mirror {mirror}")
+    raise ProtocolViolation(
+        f"an interval of layout {decision.layout} lost both owner {owner} and mirror {mirror}"
+    )
 
 
 def _require(condition: bool, progress: Progress, what: str) -> None:
     if not condition:
-        raise ProtocolViolation(f"slot {progress.slot} {what}: {progress}")
+        # Not the whole record: the result alone has 128 bytes per slot.
+        state = ("tx", "applied", "prepared", "layout", "next_layout")
+        known = ", ".join(f"{name} {getattr(progress, name)}" for name in state)
+        raise ProtocolViolation(f"slot {progress.slot} {what} ({known})")

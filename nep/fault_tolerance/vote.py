@@ -11,6 +11,7 @@ import zlib
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from enum import IntEnum
+from itertools import pairwise
 from typing import Self
 
 RECORD_BYTES = 128
@@ -18,8 +19,8 @@ RECORD_VERSION = 1
 
 _MODULUS = 1 << 64
 _NO_DIGEST = bytes(32)
-# version, kind, flags, slot, generation, samples | transaction, layout, norm2, tokens, loss, request, seconds,
-# state_hash, sample_hash | digest, reserved; the CRC of all of that follows.
+# version, kind, flags, slot, generation, samples | transaction, layout, norm2, tokens, loss, request,
+# seconds, state_hash, sample_hash | digest, reserved; the CRC of all of that follows.
 _BODY = struct.Struct("<HBBIII QQdQdQdQQ 32sI")
 _CRC = struct.Struct("<I")
 _FLAG_NONFINITE = 1
@@ -138,7 +139,9 @@ class VoteRecord:
         body = bytes(blob[: _BODY.size])
         (stored,), computed = _CRC.unpack_from(blob, _BODY.size), zlib.crc32(body)
         if stored != computed:
-            raise CorruptRecord(f"vote record's CRC (0x{stored:08x}) differs from its contents (0x{computed:08x})")
+            raise CorruptRecord(
+                f"vote record's CRC (0x{stored:08x}) differs from its contents (0x{computed:08x})"
+            )
         version, kind, flags, slot, generation, samples, *words, digest, reserved = _BODY.unpack(body)
         if version != RECORD_VERSION:
             raise CorruptRecord(
@@ -148,7 +151,9 @@ class VoteRecord:
         if kind not in tuple(VoteKind):
             raise CorruptRecord(f"vote record of unknown kind {kind}")
         if flags & ~_FLAG_NONFINITE or reserved:
-            raise CorruptRecord(f"vote record with unknown flags 0x{flags:02x} or reserved word 0x{reserved:08x}")
+            raise CorruptRecord(
+                f"vote record with unknown flags 0x{flags:02x} or reserved word 0x{reserved:08x}"
+            )
         transaction, layout, norm2, tokens, loss, request, seconds, state_hash, sample_hash = words
         try:
             return cls(
@@ -215,7 +220,7 @@ def verify(
 
     Raises:
         CorruptRecord: the length is wrong or a record is damaged.
-        UnexpectedRecord: an intact record is not of this vote. Either error tells of every bad record at once.
+        UnexpectedRecord: an intact record is not of this vote. Either error tells of all bad records at once.
     """
     if len(blob) != len(slots) * RECORD_BYTES:
         raise CorruptRecord(f"vote of {len(blob)} bytes; {len(slots)} slots make {len(slots) * RECORD_BYTES}")
@@ -226,7 +231,12 @@ def verify(
         except CorruptRecord as error:
             corrupt.append(f"slot {slot}: {error}")
             continue
-        expected = {"slot": slot, "generation": generation, "transaction": transaction, "kind": kind}
+        expected: dict[str, object] = {
+            "slot": slot,
+            "generation": generation,
+            "transaction": transaction,
+            "kind": kind,
+        }
         expected |= {} if layout is None else {"layout": layout}
         expected |= {} if digest is None else {"digest": digest}
         for name, value in expected.items():
@@ -273,7 +283,7 @@ class Tally:
             ValueError: there are none, or they are not in ascending order of distinct slots.
         """
         slots = [record.slot for record in records]
-        if not slots or any(a >= b for a, b in zip(slots, slots[1:], strict=False)):
+        if not slots or any(a >= b for a, b in pairwise(slots)):
             raise ValueError(f"records of slots {slots} must be at least one, in ascending order of slots")
         loss = norm2 = 0.0
         # A plain loop: from Python 3.12 on sum() compensates rounding, and two slots whose interpreters

@@ -1,0 +1,1 @@
+"""Mixture-of-experts layer for one slot: router, experts in slices, and the protocol that moves tokens."""

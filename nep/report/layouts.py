@@ -80,7 +80,7 @@ def _drawn(plan: Plan, lines: Lines, width: int, *, content_width: int, earlier:
         total = sum(line.num_units * numel[axis] for axis, line in axis_lines(lines).items())
         part = sum((hi - lo) * numel[axis] for axis, lo, hi in alone) / total
         text.append(f"without a mirror: {part:.1%} of the parameters")
-    return "\n".join(row.rstrip()[:width] for row in text)
+    return "\n".join(row[:width].rstrip() for row in text)
 
 
 def _content_width(plan: Plan, lines: Lines, width: int) -> int:
@@ -113,8 +113,7 @@ class _Grid:
     separated: bool
 
     def row(self, intervals: Intervals) -> str:
-        shades = "".join(_shade(self._held(column, intervals)) for column in range(self.num_columns))
-        return self._spaced(shades)
+        return self._spaced("".join(self._shade(column, intervals) for column in range(self.num_columns)))
 
     def header(self) -> str:
         """Expert numbers above their columns, as far as there is room."""
@@ -136,12 +135,15 @@ class _Grid:
         size = self.columns_per_expert
         return " ".join(columns[start : start + size] for start in range(0, len(columns), size))
 
-    def _held(self, column: int, intervals: Intervals) -> Fraction:
-        """The part of the column's stretch, which need not end at whole units, that the intervals cover."""
-        lo = Fraction(column * self.num_units, self.num_columns)
-        hi = Fraction((column + 1) * self.num_units, self.num_columns)
-        zero = Fraction(0)
-        return sum((max(zero, min(hi, stop) - max(lo, start)) for start, stop in intervals), zero) / (hi - lo)
+    def _shade(self, column: int, intervals: Intervals) -> str:
+        """How much of the column's stretch of the line the intervals cover."""
+        # A column need not end at a whole unit: count in parts of a unit, num_columns to each.
+        lo, hi = column * self.num_units, (column + 1) * self.num_units
+        parts = self.num_columns
+        held = sum(max(0, min(hi, stop * parts) - max(lo, start * parts)) for start, stop in intervals)
+        if held == 0:
+            return _SHADES[0]
+        return _SHADES[4] if held == self.num_units else _SHADES[1 + held * 3 // self.num_units]
 
 
 def _grid(line: Line, room: int) -> _Grid:
@@ -230,12 +232,6 @@ def experts_text(intervals: Intervals, units_per_expert: int) -> str:
         if units < units_per_expert
     ]
     return " ".join(([ranges(full)] if full else []) + slices) or "-"
-
-
-def _shade(part: Fraction) -> str:
-    if part == 0:
-        return _SHADES[0]
-    return _SHADES[4] if part == 1 else _SHADES[1 + int(part * 3)]
 
 
 def _count(number: int, noun: str) -> str:

@@ -59,7 +59,7 @@ class TextCorpus:
         self.name = name
         self.text: npt.NDArray[np.uint8] = np.frombuffer(content, dtype=np.uint8)
         self.text.flags.writeable = False
-        self.digest = hashlib.sha256(self.text).hexdigest()
+        self.digest = hashlib.sha256(content).hexdigest()
 
     @property
     def num_bytes(self) -> int:
@@ -187,7 +187,8 @@ class TextSamples:
 
     def sample(self, index: int) -> npt.NDArray[np.uint8]:
         """The training sample with this global index: uint8 [seq_len + 1]."""
-        return self._windows[self.train_windows(index, 1)[0]]
+        window: npt.NDArray[np.uint8] = self._windows[self.train_windows(index, 1)[0]]
+        return window
 
     def train_batch(
         self, first_index: int, count: int

@@ -8,6 +8,7 @@ import json
 import os
 import signal
 import sys
+import threading
 import time
 from pathlib import Path
 
@@ -19,6 +20,7 @@ from nep.fault_tolerance.control_store import (
     exit_key,
     fault_key,
     fence_key,
+    job_key,
 )
 from nep.fault_tolerance.environment import job_from_environment, single_process_job
 from nep.fault_tolerance.job import Job
@@ -214,10 +216,20 @@ def leave_helpers(job: Job) -> int:
     raise AssertionError("unreachable")
 
 
+def second_supervisor(job: Job) -> int:
+    """As if the launcher had started slot 0 once more on the same store: see `main`."""
+    return finish(job)
+
+
+def with_threads(job: Job) -> int:
+    """Has no chance to run: see `main`."""
+    return finish(job)
+
+
 def alone(job: Job) -> int:
     store = job.connect()
     store.set(end_key(), "0")
-    note(job, slots=job.num_slots, job=store.get_json("job"))
+    note(job, slots=job.num_slots, description=store.get_json(job_key()))
     return 3
 
 
@@ -226,6 +238,10 @@ def main() -> int:
     spec = job_from_environment(run_dir=run_dir, timeout_base_s=TIMEOUT_BASE_S)
     if spec is None:
         return run_alone(scenario, spec=single_process_job(run_dir=run_dir, timeout_base_s=TIMEOUT_BASE_S))
+    if scenario is with_threads:
+        threading.Thread(target=time.sleep, args=(WAIT_S,), daemon=True).start()
+    if scenario is second_supervisor:
+        print("first:", supervise(scenario, spec=spec), flush=True)
     return supervise(scenario, spec=spec)
 
 

@@ -240,12 +240,25 @@ def test_the_death_of_the_launcher_ends_everything(tmp_path: Path) -> None:
     assert "the launcher has died" in log or "lost the control store" in log
 
 
+def test_a_parent_with_threads_is_refused(tmp_path: Path) -> None:
+    result = run(tmp_path, "with_threads", 1)
+    assert_clean(result, [1])
+    assert "the supervisor has 2 threads at the fork" in result.stderr
+
+
+def test_a_second_start_on_the_same_store_is_refused(tmp_path: Path) -> None:
+    result = run(tmp_path, "second_supervisor", 1)
+    assert_clean(result, [1])
+    assert "first: 0" in result.stdout
+    assert "has had a supervisor already" in result.stderr
+
+
 def test_a_single_process_runs_alone(tmp_path: Path) -> None:
     command = [sys.executable, str(SCRIPT), "alone", str(tmp_path)]
     assert subprocess.run(command, env=environment(), timeout=60, check=False).returncode == 3
     note = json.loads((tmp_path / "note0.json").read_text())
     assert note["slots"] == 1
-    assert note["job"] == json.loads((tmp_path / "job.json").read_text())
+    assert note["description"] == json.loads((tmp_path / "job.json").read_text())
 
 
 def test_torchrun_survives_the_death_of_a_trainer(tmp_path: Path) -> None:

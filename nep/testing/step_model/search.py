@@ -7,8 +7,8 @@ from dataclasses import dataclass
 from typing import Any
 
 from nep.fault_tolerance.transaction import ProtocolViolation
-from nep.testing.step_model.model import StepModel, Violation
-from nep.testing.step_model.world import Event, World
+from nep.testing.step_model.model import StepModel
+from nep.testing.step_model.world import Event, Violation, World
 
 _State = tuple[int, ...]  # one number per slot, one for the store
 
@@ -64,8 +64,8 @@ class _Explorer:
     def unpack(self, state: _State) -> World:
         return World(tuple(self.slots.objects[i] for i in state[:-1]), self.stores.objects[state[-1]])
 
-    def following(self, state: _State) -> Iterator[tuple[Event, _State]]:
-        for event in self.model.events(self.unpack(state)):
+    def following(self, state: _State, world: World) -> Iterator[tuple[Event, _State]]:
+        for event in self.model.events(world):
             after = list(state)
             for index, slot in event.slots:
                 after[index] = self.slots(slot)
@@ -76,7 +76,10 @@ class _Explorer:
     def trace(self, parents: dict[_State, _State | None], state: _State) -> tuple[str, ...]:
         labels = []
         while (parent := parents[state]) is not None:
-            labels.append(next(event.label for event, after in self.following(parent) if after == state))
+            steps = self.following(parent, self.unpack(parent))
+            labels.append(
+                next(event.label for event, after in steps if after == state and not event.checkpoint)
+            )
             state = parent
         return tuple(reversed(labels))
 
@@ -89,13 +92,14 @@ def explore(model: StepModel, max_states: int | None = None) -> Outcome:
     parents: dict[_State, _State | None] = {start: None}
     queue = deque([start])
     transitions = ends = checkpoints = 0
-    violation, trace = None, ()
+    violation: str | None = None
+    trace: tuple[str, ...] = ()
     while queue and (max_states is None or len(parents) <= max_states):
         state = queue.popleft()
-        goes_on = False
+        world, goes_on = explorer.unpack(state), False
         try:
-            end = model.is_end(explorer.unpack(state))
-            for event, after in explorer.following(state):
+            end = model.is_over(world)
+            for event, after in explorer.following(state, world):
                 transitions += 1
                 goes_on |= event.progress
                 if event.checkpoint:

@@ -1,23 +1,20 @@
-"""What the model's world consists of: slots with memory, the control store, and very small layouts.
+"""What the model's world consists of: slots with memory, the control store, and events that change them."""
 
-There are as many intervals as ranks. A layout is written as its digest: one "owner mirror" pair of digits per
-interval, with "-" where an interval has no mirror, so "01 12 20" is the first layout of three ranks. Every slot
-holds the parameters of every interval.
-"""
-
-from functools import cache
 from typing import NamedTuple
 
-from nep.fault_tolerance.transaction import Decision, LostInterval, Members, Progress
+from nep.fault_tolerance.transaction import NO_LAYOUT, Decision, Members, Progress
 
 # The stages of step t in program order. A generation starts with TRANSFER and ADOPT of step C.
 SYNC, MIRROR, VOTE, APPLY, RETURN, TRANSFER, ADOPT, DONE = range(8)
 STAGES = ("sync", "mirror", "vote", "apply", "return", "transfer", "adopt", "done")
 
 At = tuple[int, int, int]  # step, stage, sends done in that stage
-Pairs = tuple[tuple[int, int | None], ...]  # (owner, mirror) by interval
 Versions = tuple[int, ...]  # by interval, the step that the held parameters are from
 Results = tuple[bytes, ...]  # by step, the result that was applied
+
+
+class Violation(Exception):
+    """Memory does not hold what the protocol promises, or a slot is stuck."""
 
 
 class Slot(NamedTuple):
@@ -29,7 +26,7 @@ class Slot(NamedTuple):
         decision: what founded the generation it is in.
         at: its place in the program, and so what it has sent: each generation's program is one line.
         progress: what it believes, which is all that the rules see.
-        history: truth: the results that are in its state; None once that memory was overwritten.
+        history: truth: the results that are in its state.
         owned_sums: truth: the result that its complete gradient sums of owned intervals will be part of.
         mirrored_sums: likewise for mirrored intervals.
         versions: truth: of its held parameters.
@@ -38,21 +35,44 @@ class Slot(NamedTuple):
 
     alive: bool
     posted: bool
-    decision: Decision | None
+    decision: Decision
     at: At
-    progress: Progress | None
-    history: Results | None
+    progress: Progress
+    history: Results
     owned_sums: bytes | None
     mirrored_sums: bytes | None
     versions: Versions
     received: tuple[Results, Versions] | None
 
     def dead(self) -> "Slot":
-        """The same slot after a crash."""
-        return GONE._replace(decision=self.decision, at=self.at)
+        """The same slot after a crash; what it has sent carries its history."""
+        return GONE._replace(decision=self.decision, at=self.at, history=self.history)
 
 
-GONE = Slot(False, False, None, (0, 0, 0), None, None, None, None, (), None)
+NO_DECISION = Decision(
+    generation=0,
+    members=(),
+    committed=0,
+    result=None,
+    result_slots=(),
+    layout=NO_LAYOUT,
+    layout_digest="",
+    action="continue",
+    plan=None,
+    params_versions={},
+)
+GONE = Slot(
+    alive=False,
+    posted=False,
+    decision=NO_DECISION,
+    at=(0, 0, 0),
+    progress=Progress(slot=-1, layout=NO_LAYOUT, layout_digest=""),
+    history=(),
+    owned_sums=None,
+    mirrored_sums=None,
+    versions=(),
+    received=None,
+)
 
 
 class Store(NamedTuple):
@@ -62,7 +82,7 @@ class Store(NamedTuple):
         decision: the newest one.
         records: by slot, what was posted for the generation after it.
         flagged: the fault flag of the decision's generation.
-        crashes, alarms: budgets left.
+        crashes, alarms, returns: budgets left.
         rival: a second decision for the same generation; the protocol excludes it.
     """
 
@@ -71,6 +91,7 @@ class Store(NamedTuple):
     flagged: bool
     crashes: int
     alarms: int
+    returns: int
     rival: Decision | None = None
 
 
@@ -99,65 +120,42 @@ class Event(NamedTuple):
     progress: bool = True
 
 
-@cache
-def pairs_of(digest: str) -> Pairs:
-    """Owner and mirror of each interval."""
-    return tuple((int(owner), None if mirror == "-" else int(mirror)) for owner, mirror in digest.split())
+def move(r: int, slot: Slot, label: str) -> Event:
+    """Slot r becomes `slot`."""
+    return Event(f"slot {r} {label}", ((r, slot),))
 
 
-def digest_of(pairs: Pairs) -> str:
-    """The inverse of `pairs_of`."""
-    return " ".join(f"{owner}{'-' if mirror is None else mirror}" for owner, mirror in pairs)
+def send(r: int, slot: Slot, targets: Members) -> Event:
+    """The next send of the stage that slot r is in."""
+    step, stage, sends = slot.at
+    label = f"sends to {targets[sends]} ({STAGES[stage]} of {step})"
+    return move(r, slot._replace(at=(step, stage, sends + 1)), label)
 
 
-def first_layout(ranks: int) -> str:
-    """Interval i is owned by slot i and mirrored by the next slot."""
-    return digest_of(tuple((i, (i + 1) % ranks) for i in range(ranks)))
+def has_sent(world: World, q: int, targets: Members, r: int, slot: Slot) -> bool:
+    """Whether slot q has sent to slot r what the stage of `slot` waits for; q sends to `targets` in order."""
+    other = world.slots[q]
+    if q == r:
+        return True
+    return same_generation(other, slot) and other.at >= (*slot.at[:2], targets.index(r) + 1)
 
 
-@cache
-def lost_intervals(digest: str, members: Members) -> tuple[LostInterval, ...]:
-    """Intervals with neither owner nor mirror among the members."""
-    pairs = pairs_of(digest)
-    return tuple(("line", i, i + 1) for i, pair in enumerate(pairs) if not set(pair) & set(members))
+def has_reached(world: World, q: int, slot: Slot) -> bool:
+    """Whether slot q has come to the stage of `slot` or further, in the same generation."""
+    other = world.slots[q]
+    return same_generation(other, slot) and other.at[:2] >= slot.at[:2]
 
 
-@cache
-def layout_after_failure(digest: str, members: Members) -> str:
-    """Owners stay; a dead owner's interval goes to another holder, if possible one that does not mirror it."""
-    pairs: list[tuple[int, int | None]] = []
-    for owner, mirror in pairs_of(digest):
-        mirror = mirror if mirror in members else None
-        if owner not in members:
-            others = [slot for slot in members if slot != mirror] or list(members)
-            owner = min(others, key=lambda slot: (slot < owner, slot))
-        pairs.append((owner, mirror if mirror != owner else None))
-    return digest_of(tuple(pairs))
+def same_generation(one: Slot, other: Slot) -> bool:
+    """Whether what one sends can reach the other: groups are rebuilt whole for each generation."""
+    return one.decision.generation == other.decision.generation
 
 
-@cache
-def layout_with_mirrors(digest: str, members: Members) -> str:
-    """The same owners, and a mirror for each interval that had none."""
-    pairs: list[tuple[int, int | None]] = []
-    for owner, mirror in pairs_of(digest):
-        following = members[(members.index(owner) + 1) % len(members)]
-        pairs.append((owner, mirror if mirror is not None or following == owner else following))
-    return digest_of(tuple(pairs))
+def result_of(slot: Slot, step: int) -> bytes:
+    """What the vote of a step in the slot's generation yields; stands for its packed records."""
+    return f"generation {slot.decision.generation} step {step}".encode()
 
 
-@cache
-def peers_of(members: Members, slot: int) -> Members:
-    """The members that a slot sends to, in the order of its sends."""
-    return tuple(member for member in members if member != slot)
-
-
-@cache
-def mirrors_of(digest: str, slot: int) -> Members:
-    """The slots that mirror what this slot owns, in the order of its sends."""
-    return tuple(sorted({m for owner, m in pairs_of(digest) if owner == slot and m is not None}))
-
-
-@cache
-def keeps(digest: str, slot: int) -> tuple[bool, ...]:
-    """By interval, whether the slot owns or mirrors it."""
-    return tuple(slot in pair for pair in pairs_of(digest))
+def truth(slot: Slot) -> Results:
+    """The state in the newest complete memory of a slot."""
+    return slot.received[0] if slot.received else slot.history

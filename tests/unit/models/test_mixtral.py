@@ -1,8 +1,6 @@
 """The decoder: lines, sizes without memory, empty batches, and its layers cut over slots."""
 
-import ast
 import dataclasses
-from pathlib import Path
 
 import pytest
 import torch
@@ -144,16 +142,22 @@ def test_norm_computes_in_float32() -> None:
     assert ((norm(x).double() - expected) / expected).abs().max() <= 2**-8
 
 
+@pytest.mark.parametrize(
+    ("dtype", "tolerance"), [(torch.bfloat16, 2**-8), (torch.float32, 1e-3), (torch.float64, 1e-12)]
+)
+def test_angles_are_not_rounded_before_their_sine(dtype: torch.dtype, tolerance: float) -> None:
+    # position 4095 in bfloat16 is 4096, a radian off
+    x_btd = torch.empty(1, 4096, 16, dtype=dtype)
+    positions = models.mixtral._positions(dataclasses.replace(TINY, max_seq_len=4096), x_btd)
+    angles = [position * TINY.rope_theta ** (-2 / TINY.head_dim) for position in range(4096)]
+    expected = torch.tensor(angles, dtype=torch.float64)
+    for channel, sign in ((1, -1), (1 + TINY.head_dim // 2, 1)):
+        sines = sign * positions.sin_tc[:, 0, channel].double()
+        assert (sines - expected.sin()).abs().max() <= tolerance
+        assert (positions.cos_tc[:, 0, channel].double() - expected.cos()).abs().max() <= tolerance
+
+
 def test_too_long_sequences_are_refused() -> None:
     shape = dataclasses.replace(TINY, max_seq_len=8)
     with pytest.raises(ValueError, match=r"seq_len \(9\) exceeds max_seq_len \(8\)"):
         model_of(shape)(tokens_of(1, 9))
-
-
-def test_files_import_nothing_from_each_other() -> None:
-    """Installed, the folder has another name, so that an import of `models` would find a stranger."""
-    for path in Path(models.mixtral.__file__).parent.glob("*.py"):
-        for node in ast.walk(ast.parse(path.read_text())):
-            names = [alias.name for alias in node.names] if isinstance(node, ast.Import) else []
-            names += [node.module or ""] if isinstance(node, ast.ImportFrom) else []
-            assert not [name for name in names if name.split(".")[0] in ("models", "")], path

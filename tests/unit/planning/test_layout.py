@@ -208,5 +208,5 @@ def test_layout_refuses_impossible_intervals_and_says_everything_at_once() -> No
     "value", [[], {"a": []}, {"a": {"x": [[0, 1]]}}, {"a": {"0": [[0, 1.5]]}}, {"a": {"0": [3]}}]
 )
 def test_layout_from_json_refuses_other_forms(value: object) -> None:
-    with pytest.raises(ValueError, match="a layout is"):
+    with pytest.raises(ValueError, match="a layout must be"):
         Layout.from_json(value)

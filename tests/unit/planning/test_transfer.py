@@ -15,17 +15,17 @@ Arrays = dict[tuple[str, int], np.ndarray]
 
 
 def _storage(layout: Layout, value: float | None = None) -> Arrays:
-    """One array per axis and slot in storage order: each row has a value that names its unit, or ``value``."""
+    """One array per axis and slot, in storage order: each row names its unit, or is ``value``."""
     return {
         (axis, slot): np.array(
-            [hash_of(axis, unit) if value is None else value for unit in storage_rows(intervals)]
+            [_value_of(axis, unit) if value is None else value for unit in storage_rows(intervals)]
         )
         for axis, by_slot in layout.cuts.items()
         for slot, intervals in by_slot.items()
     }
 
 
-def hash_of(axis: str, unit: int) -> float:
+def _value_of(axis: str, unit: int) -> float:
     return 1000.0 * ord(axis) + unit
 
 
@@ -183,7 +183,7 @@ def test_fetch_there_and_back_is_the_identity(data: st.DataObject) -> None:
 
 
 def test_fetch_joins_what_one_source_sends_in_a_row() -> None:
-    # Slot 2 has half of what slot 1 has, so the line changes hands in the middle; slot 1 sends it all the same.
+    # Slot 2 has half of what slot 1 has: with both, the line changes hands in the middle.
     source = Layout({"a": {1: ((0, 8),), 2: ((4, 8),)}})
     destination = Layout({"a": {0: ((0, 8),)}})
     assert fetch([source.restrict([1])], destination, ["a"]).pieces == (Piece("a", 0, 8, 1, 0),)
@@ -191,7 +191,7 @@ def test_fetch_joins_what_one_source_sends_in_a_row() -> None:
 
 
 def test_fetch_balances_what_the_sources_send() -> None:
-    everyone = Layout({f"x{i}": {slot: ((0, 3),) for slot in range(3)} for i in range(6)})
+    everyone = Layout({f"x{i}": dict.fromkeys(range(3), ((0, 3),)) for i in range(6)})
     order = [f"x{i}" for i in range(6)]
     newcomer = Layout({axis: {9: ((0, 3),)} for axis in order})
     sent = Counter(piece.src for piece in fetch([everyone], newcomer, order))

@@ -194,7 +194,7 @@ def test_wrong_params_are_refused(change, message):
 
 
 class _Torch:
-    """torch for transformers' Mixtral, whose float32 islands (norms, router, rotary angles) become float64."""
+    """torch as transformers' Mixtral sees it: its float32 islands (norms, router, angles) become float64."""
 
     float32 = float = torch.float64
 
@@ -203,8 +203,9 @@ class _Torch:
 
 
 def _huggingface(shape: ModelShape, params: dict[str, torch.Tensor], monkeypatch):
-    modeling = pytest.importorskip("transformers.models.mixtral.modeling_mixtral")
+    # Here, since importing it takes seconds.
     from transformers import MixtralConfig
+    from transformers.models.mixtral import modeling_mixtral as modeling
 
     monkeypatch.setattr(modeling, "torch", _Torch())
     monkeypatch.setattr(torch.Tensor, "float", torch.Tensor.double)

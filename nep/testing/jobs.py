@@ -1,0 +1,128 @@
+"""Whole jobs for tests: real processes that run scripts/train.py, and the reference that they must equal."""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+import time
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+from safetensors.torch import load_file
+
+from nep.moe.weights import split_experts
+from nep.planning.layout import LineKind
+from nep.planning.shapes import ModelShape, parameter_lines
+from nep.testing.reference import ReferenceHyper, reference_train
+from nep.train.data import load_text
+from nep.train.initialization import initial_units
+
+REPOSITORY = Path(__file__).resolve().parents[2]
+
+
+@dataclass(frozen=True, kw_only=True)
+class JobOutcome:
+    """What a job left.
+
+    Attributes:
+        returncode: of the launcher.
+        result: train.json, or None if there is none.
+        params: saved weights by their names in the file, or None.
+        output: what it printed, standard error included.
+        seconds: how long it ran.
+    """
+
+    returncode: int
+    result: dict[str, Any] | None
+    params: dict[str, torch.Tensor] | None
+    output: str
+    seconds: float
+
+
+def run_job(
+    num_slots: int,
+    arguments: Sequence[str],
+    folder: Path,
+    *,
+    launcher: str = "fast",
+    timeout_s: float = 100.0,
+) -> JobOutcome:
+    """Run scripts/train.py on this machine and collect what it left.
+
+    Args:
+        num_slots: processes; with `launcher` alone 1.
+        arguments: options of the script; the files to collect are added.
+        folder: for the run's files, empty or fresh.
+        launcher: `alone` (one process), `fast` (nep.testing.launch) or `torchrun`.
+        timeout_s: the job is killed after it.
+    """
+    folder.mkdir(parents=True, exist_ok=True)
+    script = str(REPOSITORY / "scripts" / "train.py")
+    if launcher == "alone":
+        command = [sys.executable, script]
+    elif launcher == "fast":
+        command = [sys.executable, "-m", "nep.testing.launch", "--nproc-per-node", str(num_slots)]
+        command += ["--timeout", str(timeout_s), "--", script]
+    else:
+        command = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node"]
+        command += [str(num_slots), script]
+    result_path, params_path = folder / "train.json", folder / "params.safetensors"
+    command += [*arguments, "--json", str(result_path), "--save-params", str(params_path)]
+    command += ["--run-dir", str(folder / "runs")]
+    start = time.monotonic()
+    done = subprocess.run(
+        command,
+        cwd=REPOSITORY,
+        env={**os.environ, "OMP_NUM_THREADS": "1"},
+        stdout=subprocess.PIPE,
+        stderr=subprocess.STDOUT,
+        text=True,
+        timeout=timeout_s + 20,
+        check=False,
+    )
+    return JobOutcome(
+        returncode=done.returncode,
+        result=json.loads(result_path.read_text()) if result_path.exists() else None,
+        params=load_file(params_path) if params_path.exists() else None,
+        output=done.stdout,
+        seconds=time.monotonic() - start,
+    )
+
+
+def reference_job(
+    shape: ModelShape,
+    *,
+    data: Path,
+    steps: int,
+    seq_len: int,
+    global_batch_size: int,
+    seed: int,
+    hyper: ReferenceHyper,
+) -> tuple[list[float], dict[str, torch.Tensor]]:
+    """The same training in one process, by code that shares nothing with the distributed path.
+
+    Returns:
+        Losses of all steps, and the parameters after the last by their names in the file, in float64.
+    """
+    lines = parameter_lines(shape)
+    initial = {}
+    for name, line in lines.items():
+        values = initial_units(seed, name, line, 0, line.num_units)
+        initial[name] = values[0] if line.kind is LineKind.WHOLE else values
+    samples = load_text([data]).samples(seq_len=seq_len, seed=seed)
+    run = reference_train(
+        shape,
+        initial,
+        lambda step: samples.train_batch((step - 1) * global_batch_size, global_batch_size),
+        steps,
+        hyper,
+    )
+    logical: dict[str, torch.Tensor] = {}
+    for name, tensor in run.params.items():
+        logical.update(split_experts(name, tensor, shape))
+    return run.losses, logical

@@ -1,0 +1,71 @@
+"""A small training job in float64, its reference, and the comparison with it."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from pathlib import Path
+
+import pytest
+import torch
+
+from nep.planning.shapes import preset
+from nep.testing.jobs import JobOutcome, reference_job, run_job
+from nep.testing.reference import ReferenceHyper
+from nep.train.data import TextCorpus
+
+STEPS, SEQ_LEN, BATCH, LR, WARMUP = 6, 16, 8, 3e-3, 2
+LOSS_TOLERANCE, TENSOR_TOLERANCE = 1e-12, 1e-11
+
+
+@dataclass(frozen=True)
+class SmallJob:
+    """Runs the job and compares it with the reference.
+
+    Attributes:
+        data: generated text.
+        losses, params: what the reference got.
+    """
+
+    data: Path
+    losses: list[float]
+    params: dict[str, torch.Tensor]
+
+    def run(
+        self, num_slots: int, *arguments: str, folder: Path, launcher: str = "fast", check: bool = True
+    ) -> JobOutcome:
+        common = f"--dtype float64 --steps {STEPS} --seq-len {SEQ_LEN} --global-batch-size {BATCH} --lr {LR}"
+        common += f" --micro-batch-size 2 --warmup-steps {WARMUP} --validation-sequences 2 --data {self.data}"
+        outcome = run_job(num_slots, [*common.split(), *arguments], folder, launcher=launcher)
+        if check:
+            assert outcome.returncode == 0, outcome.output
+            self.check(outcome)
+        return outcome
+
+    def check(self, outcome: JobOutcome) -> None:
+        """Every loss, every parameter, every sample."""
+        result, params = outcome.result, outcome.params
+        assert result is not None and params is not None, outcome.output
+        assert (result["lost_steps"], result["lost_samples"], result["repeated_samples"]) == (0, 0, 0)
+        assert len(result["loss"]) == STEPS
+        for step, (loss, expected) in enumerate(zip(result["loss"], self.losses, strict=True), 1):
+            assert abs(loss - expected) <= LOSS_TOLERANCE * abs(expected), f"step {step}"
+        assert params.keys() == self.params.keys()
+        for name, expected in self.params.items():
+            assert (params[name] - expected).abs().max() <= TENSOR_TOLERANCE * expected.abs().max(), name
+        assert all(failure["fired"] for failure in result["failures"]), result["failures"]
+
+
+@pytest.fixture(scope="session")
+def small_job(tmp_path_factory: pytest.TempPathFactory) -> SmallJob:
+    data = tmp_path_factory.mktemp("data") / "text.txt"
+    data.write_bytes(TextCorpus.generated(seed=1, num_bytes=200_000).text.tobytes())
+    losses, params = reference_job(
+        preset("debug"),
+        data=data,
+        steps=STEPS,
+        seq_len=SEQ_LEN,
+        global_batch_size=BATCH,
+        seed=0,
+        hyper=ReferenceHyper(lr=LR, warmup_steps=WARMUP, steps=STEPS),
+    )
+    return SmallJob(data=data, losses=losses, params=params)

@@ -1,0 +1,107 @@
+"""Slots are really killed, and nothing is lost: every loss and parameter equals the single-process reference.
+
+The reference (`nep.testing.reference`) shares no code with the distributed path.
+"""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+
+from nep.fault_tolerance.injection import PHASES
+from tests.endtoend.conftest import SmallJob
+
+STEP_PHASES = [phase for phase in PHASES if phase != "recover"]
+
+
+def test_one_process(small_job: SmallJob, tmp_path: Path) -> None:
+    small_job.run(1, folder=tmp_path, launcher="alone")
+
+
+@pytest.mark.parametrize(("num_slots", "replicas"), [(4, 1), (4, 2), (5, 1), (5, 2), (7, 3)])
+def test_healthy(small_job: SmallJob, tmp_path: Path, num_slots: int, replicas: int) -> None:
+    outcome = small_job.run(num_slots, "--replicas", str(replicas), folder=tmp_path)
+    assert outcome.result is not None and outcome.result["recovery_s"] == []
+
+
+@pytest.mark.parametrize("phase", STEP_PHASES)
+def test_kill_in_each_phase(small_job: SmallJob, tmp_path: Path, phase: str) -> None:
+    outcome = small_job.run(4, "--replicas", "2", "--fail", f"2@3:kill@{phase}", folder=tmp_path)
+    assert outcome.result is not None
+    assert outcome.result["live_slots"] == [0, 1, 3]
+    assert len(outcome.result["recovery_s"]) == 1
+    assert outcome.result["unprotected_intervals"] == 0, "mirrors are complete again"
+
+
+@pytest.mark.parametrize(
+    ("num_slots", "replicas", "failure"),
+    [
+        (4, 2, "0@1:kill@forward"),  # rank 0, in the first step
+        (4, 1, "0@4:kill@vote"),
+        (4, 2, "3@6:kill@return"),  # the last slot, in the last step
+        (5, 1, "2@2:kill@backward"),
+        (5, 2, "4@5:kill@sync"),  # the smaller replica
+        (7, 3, "3@3:kill@mirror"),
+        (2, 2, "1@3:kill@apply"),  # one slot is left
+        (2, 1, "0@3:kill@dispatch"),
+    ],
+)
+def test_kill_anywhere(small_job: SmallJob, tmp_path: Path, num_slots: int, replicas: int, failure: str) -> None:
+    small_job.run(num_slots, "--replicas", str(replicas), "--fail", failure, folder=tmp_path)
+
+
+@pytest.mark.parametrize(
+    ("num_slots", "replicas", "first", "second"),
+    [
+        (4, 2, "2@2:kill@sync", "0@4:kill@return"),
+        (5, 1, "1@2:kill@dispatch", "3@3:kill@vote"),
+        (5, 2, "0@2:kill@vote", "1@5:kill@backward"),  # a whole replica but one slot
+        (4, 2, "2@2:kill@apply", "3@4:kill@forward"),  # a whole replica
+        (7, 2, "6@3:kill@mirror", "0@6:kill@apply"),
+    ],
+)
+def test_two_kills_one_after_the_other(
+    small_job: SmallJob, tmp_path: Path, num_slots: int, replicas: int, first: str, second: str
+) -> None:
+    outcome = small_job.run(
+        num_slots, "--replicas", str(replicas), "--fail", first, "--fail", second, folder=tmp_path
+    )
+    assert outcome.result is not None
+    assert len(outcome.result["live_slots"]) == num_slots - 2
+    assert len(outcome.result["recovery_s"]) == 2
+
+
+@pytest.mark.parametrize("kind", ["exit0", "exception"])
+def test_other_ways_to_die(small_job: SmallJob, tmp_path: Path, kind: str) -> None:
+    small_job.run(4, "--replicas", "2", "--fail", f"1@3:{kind}@backward", folder=tmp_path)
+
+
+def test_a_frozen_slot_is_fenced(small_job: SmallJob, tmp_path: Path) -> None:
+    outcome = small_job.run(
+        4, "--replicas", "2", "--fail", "1@3:stop@backward", "--timeout-base-s", "2", folder=tmp_path
+    )
+    assert outcome.result is not None and outcome.result["live_slots"] == [0, 2, 3]
+
+
+def test_owner_and_mirror_lost_together_end_with_code_3(small_job: SmallJob, tmp_path: Path) -> None:
+    # With two slots each is the other's mirror; two of three cannot both be spared.
+    failures = ["--fail", "0@3:kill@sync", "--fail", "1@3:kill@sync"]
+    outcome = small_job.run(3, "--replicas", "1", *failures, folder=tmp_path, check=False)
+    assert outcome.returncode == 3, outcome.output
+    said = [line for line in outcome.output.splitlines() if "checkpoint" in line]
+    assert len(said) == 1 and said[0].startswith("slot 2: slots [0, 1] were lost together"), outcome.output
+
+
+def test_without_redundancy_a_lost_slot_means_a_checkpoint(small_job: SmallJob, tmp_path: Path) -> None:
+    outcome = small_job.run(
+        3, "--redundancy", "none", "--fail", "1@2", folder=tmp_path, check=False
+    )
+    assert outcome.returncode == 3, outcome.output
+
+
+def test_under_torchrun(small_job: SmallJob, tmp_path: Path) -> None:
+    outcome = small_job.run(
+        4, "--replicas", "2", "--fail", "1@3:kill@backward", folder=tmp_path, launcher="torchrun"
+    )
+    assert outcome.result is not None and outcome.result["live_slots"] == [0, 2, 3]
