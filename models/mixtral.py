@@ -15,8 +15,7 @@ from torch import Tensor, nn
 from nep.moe.experts import Experts, expert_slices
 from nep.moe.layer import MoE
 from nep.moe.router import TopKRouter
-from nep.planning.layout import Line
-from nep.planning.shapes import ModelShape, parameter_lines
+from nep.planning.shapes import Line, ModelShape, parameter_lines
 
 
 class DecoderOutput(NamedTuple):

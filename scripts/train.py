@@ -12,8 +12,8 @@ from pathlib import Path
 
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 
-from models.mixtral import build  # noqa: E402
-from nep.train.main import main  # noqa: E402
+from models.mixtral import build
+from nep.train.main import main
 
 if __name__ == "__main__":
     sys.exit(main(build))

@@ -28,8 +28,10 @@ def gather_parameters(
         part = {name: lines[name] for name in names}
         layout = Layout({axis: {to: ((0, lines[names[0]].num_units),)}})
         tensors = allocate(layout, state.slot, part, dtype)
+        transfer = fetch([state.plan.owners], layout, (axis,))
         compiled = compile_transfer(
-            fetch([state.plan.owners], layout, (axis,)),
+            transfer,
+            transfer,
             {axis: names},
             sources=[state.owned.weights()],
             destination=Holding(layout, state.slot, tensors),

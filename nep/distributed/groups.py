@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from datetime import timedelta
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -12,8 +13,19 @@ import torch.distributed as dist
 from nep.distributed.waiting import FailedLaunch, Nothing, Pending, PendingWork, Waiter, WaitingThread
 
 
+def create_device(hostname: str | None = None) -> Any:
+    """Where this process listens for gloo; one serves all groups, and making one takes 10 ms.
+
+    Args:
+        hostname: the address to listen on; by default the one that this host's name resolves to.
+    """
+    if hostname is not None:
+        return dist.ProcessGroupGloo.create_device(hostname=hostname)
+    return dist.ProcessGroupGloo.create_default_device()
+
+
 def create_process_group(
-    store: dist.Store, *, rank: int, size: int, timeout_s: float, hostname: str | None = None
+    store: dist.Store, *, rank: int, size: int, timeout_s: float, device: Any
 ) -> dist.ProcessGroup:
     """A gloo group that needs no default group. Blocks until all `size` members have come.
 
@@ -23,15 +35,11 @@ def create_process_group(
         store: where the members find each other.
         rank, size: this member's index and the number of members.
         timeout_s: the group's own time-out, finite so that abandoned operations end.
-        hostname: the address to listen on; by default the one that this host's name resolves to.
+        device: see `create_device`.
     """
     options = dist.ProcessGroupGloo._Options()
     options._timeout = timedelta(seconds=timeout_s)
-    options._devices = [
-        dist.ProcessGroupGloo.create_device(hostname=hostname)
-        if hostname is not None
-        else dist.ProcessGroupGloo.create_default_device()
-    ]
+    options._devices = [device]
     backend = dist.ProcessGroupGloo(store, rank, size, options)
     # A bare ProcessGroupGloo lacks the single-tensor calls; the wrapper has them.
     group = dist.ProcessGroup(store, rank, size)
@@ -166,11 +174,12 @@ def build_groups(
     slots: Sequence[int],
     replica: Sequence[int],
     replica_index: int,
-    store_for: Callable[[str], dist.Store],
+    store: dist.Store,
+    device: Any,
     waiter: Waiter,
     group_timeout_s: float,
     rebuild_timeout_s: float,
-    hostname: str | None = None,
+    finished: Callable[[], None] | None = None,
     trace: Callable[[str, str], None] | None = None,
 ) -> Groups:
     """Build every communicator of a generation, able to give up while another member is missing.
@@ -178,8 +187,11 @@ def build_groups(
     Collective: all `slots` call it, in any order.
 
     Args:
-        store_for: a store (own connection) for a prefix.
+        store: on a connection that nobody else uses until this returns or, if it raises, until the builder
+            has ended (`finished` is called then).
+        device: see `create_device`.
         waiter: gives up when this generation has a fault.
+        finished: called once `store` is idle again, from another thread.
 
     Raises:
         Fault: a member did not come in `rebuild_timeout_s`, or the generation has a fault.
@@ -192,11 +204,11 @@ def build_groups(
 
         def create() -> dist.ProcessGroup:
             return create_process_group(
-                store_for(f"group/{generation}/{name}"),
+                dist.PrefixStore(f"group/{generation}/{name}", store),
                 rank=list(members).index(slot),
                 size=len(members),
                 timeout_s=group_timeout_s,
-                hostname=hostname,
+                device=device,
             )
 
         pending = builder.submit([create])
@@ -211,6 +223,8 @@ def build_groups(
             dispatch=build(f"dispatch-{replica_index}", replica),
         )
     finally:
+        if finished is not None:
+            builder.submit([finished])
         builder.close()
 
 

@@ -11,8 +11,8 @@ import torch
 
 from nep.distributed.collectives import all_gather_bytes, sum_exact
 from nep.distributed.waiting import Fault
-from nep.fault_tolerance.history import Committed
 from nep.fault_tolerance import transaction
+from nep.fault_tolerance.history import Committed
 from nep.fault_tolerance.runtime import SlotRun
 from nep.fault_tolerance.vote import Tally, VoteError, VoteKind, VoteRecord, unpack_records, verify
 from nep.parallel.grad_sync import GradSync

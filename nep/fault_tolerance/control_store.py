@@ -208,17 +208,14 @@ class ControlStore:
         """The same connection (so: the same thread) with another prefix."""
         return ControlStore(self._store, prefix)
 
-    def group_store(self, prefix: str, timeout_s: float | None = None) -> dist.PrefixStore:
-        """A torch store for one process group, on a connection of its own.
+    def torch_store(self, timeout_s: float) -> dist.PrefixStore:
+        """This connection as the store in which process groups find each other; the job's prefix is put before.
 
         Args:
-            prefix: below the job's prefix; a generation's number keeps the groups of generations apart.
-            timeout_s: how long the group's rendezvous may wait for the others; None: as this connection.
+            timeout_s: how long a rendezvous may wait for the others, from now on for every call that waits.
         """
-        store = self._store.clone()
-        if timeout_s is not None:
-            store.set_timeout(timedelta(seconds=timeout_s))
-        return dist.PrefixStore((self.prefix + prefix).rstrip("/"), store)  # it adds a "/" itself
+        self._store.set_timeout(timedelta(seconds=timeout_s))
+        return dist.PrefixStore(self.prefix.rstrip("/"), self._store)  # it adds a "/" itself
 
 
 def discover_job(address: str, timeout_s: float) -> dict[str, Any] | None:

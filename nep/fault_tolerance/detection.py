@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import threading
 
-from nep.fault_tolerance.control_store import ControlStore, fault_key
-
+from nep.fault_tolerance.connections import Connections
+from nep.fault_tolerance.control_store import fault_key
 
 _RENEW_S = 86_400.0  # how long one blocking request lasts; a time-out costs the store a warning
 
@@ -17,12 +17,13 @@ class FaultWatch:
     generation but the last does, or with the process.
 
     Args:
-        store: a connection of its own.
+        connections: where to take one from; it is given back when the flag is raised.
         generation: whose flag.
     """
 
-    def __init__(self, store: ControlStore, generation: int):
-        self._store = store
+    def __init__(self, connections: Connections, generation: int):
+        self._connections = connections
+        self._store = connections.take()
         self._key = fault_key(generation)
         self._reason: str | None = None
         threading.Thread(target=self._watch, name=f"fault-{generation}", daemon=True).start()
@@ -32,6 +33,7 @@ class FaultWatch:
             while not self._store.wait(self._key, _RENEW_S):
                 pass
             self._reason = self._store.get(self._key) or "a fault"
+            self._connections.give_back(self._store)
         except RuntimeError as error:
             self._reason = f"the control store cannot be reached ({type(error).__name__})"
 

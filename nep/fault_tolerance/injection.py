@@ -44,7 +44,9 @@ class Failure:
         """
         match = _PATTERN.fullmatch(text)
         if match is None:
-            raise ValueError(f"--fail {text!r} is not SLOT@STEP[:KIND[@PHASE]], for example 2@30 or 2@30:kill@vote")
+            raise ValueError(
+                f"--fail {text!r} is not SLOT@STEP[:KIND[@PHASE]], for example 2@30 or 2@30:kill@vote"
+            )
         kind, phase = match["kind"] or "kill", match["phase"] or "forward"
         if kind not in KINDS:
             raise ValueError(f"--fail {text!r}: kind {kind!r} is none of {', '.join(KINDS)}")

@@ -38,7 +38,7 @@ def enter_generation(run: SlotRun, number: int, members: tuple[int, ...], plan: 
     run.job.report_generation(number)
     timeouts = run.recipe.timeouts
     # Alone there is nobody who could raise the flag, and nothing to wait for.
-    fault = FaultWatch(run.store.clone(), number).reason if len(members) > 1 else _no_fault
+    fault = FaultWatch(run.connections, number).reason if len(members) > 1 else _no_fault
     waiter = Waiter(fault, timeouts.first_step_s)
     # A supervisor writes the exit before it reads decisions, and we read the decision before the exits: so
     # whoever died around now is seen by one of the two.
@@ -49,17 +49,19 @@ def enter_generation(run: SlotRun, number: int, members: tuple[int, ...], plan: 
         run.generation = None
         raise Fault("flag", reason)
     replica = plan.replica_of(run.slot)
+    connection = run.connections.take()
     groups = build_groups(
         generation=number,
         slot=run.slot,
         slots=members,
         replica=plan.replicas[replica],
         replica_index=replica,
-        store_for=lambda prefix: run.store.group_store(prefix, timeouts.rebuild_s),
+        store=connection.torch_store(timeouts.rebuild_s),
+        device=run.device,
         waiter=waiter,
         group_timeout_s=timeouts.group_s,
         rebuild_timeout_s=timeouts.rebuild_s,
-        hostname=_listen_on(run.job.store_address),
+        finished=lambda: run.connections.give_back(connection),
     )
     return Generation(number=number, members=members, groups=groups, waiter=waiter)
 
@@ -181,21 +183,13 @@ def _describe(recovery: Recovery, run: SlotRun, decision: Decision, members: tup
         earliest = min(times)
         recovery.failed_at = earliest if recovery.failed_at is None else min(recovery.failed_at, earliest)
     recovery.reason = decision.reason
-    log.warning("generation %d: slots %s, step %d is committed", decision.generation, live_text(decision), decision.committed)
-
-
-def live_text(decision: Decision) -> str:
-    """The members for a log line."""
-    return ",".join(map(str, decision.members))
+    log.warning(
+        "generation %d: slots %s, step %d is committed",
+        decision.generation,
+        live_text(decision),
+        decision.committed,
+    )
 
 
 def _no_fault() -> None:
     return None
-
-
-def _listen_on(store_address: str) -> str | None:
-    """On one machine the groups stay on loopback; else the host's own name tells where to listen."""
-    host = store_address.rpartition(":")[0]
-    return "127.0.0.1" if host in ("127.0.0.1", "localhost", "::1", "[::1]") else None
-
-

@@ -4,12 +4,14 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass, field
+from typing import Any
 
 import torch
 
 from nep.distributed.groups import Groups, ParkingLot
 from nep.distributed.timeouts import Timeouts
 from nep.distributed.waiting import Waiter
+from nep.fault_tolerance.connections import Connections
 from nep.fault_tolerance.control_store import ControlStore
 from nep.fault_tolerance.history import History
 from nep.fault_tolerance.job import Job
@@ -62,6 +64,8 @@ class SlotRun:
     """One slot's tensors and what it can prove about them.
 
     Attributes:
+        store: the main thread's connection to the control store; `connections` has more.
+        device: where this process listens, see `nep.distributed.groups.create_device`.
         progress: the local variables of the protocol; changed only by the rules in
             `nep.fault_tolerance.transaction`.
         state: tensors under the committed layout, the one that `progress.layout` names.
@@ -75,6 +79,8 @@ class SlotRun:
 
     job: Job
     store: ControlStore
+    connections: Connections
+    device: Any
     recipe: Recipe
     probe: Callable[[str, int], None]
     cluster: Cluster

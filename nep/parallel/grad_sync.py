@@ -17,7 +17,7 @@ from nep.distributed.waiting import Waiter
 from nep.parallel.holding import Holding, allocate
 from nep.parallel.state import SlotState, Tensors, accumulation_dtype
 from nep.parallel.transfer import CompiledTransfer, compile_transfer, launch
-from nep.planning.layout import Lines, axes
+from nep.planning.layout import Layout, Lines, axes
 from nep.planning.transfer import overlaps
 
 Probe = Callable[[str], None]
@@ -42,40 +42,34 @@ class GradSync:
 
     @classmethod
     def build(cls, state: SlotState, lines: Lines, dtype: torch.dtype) -> GradSync:
-        plan, slot, names = state.plan, state.slot, axes(lines)
-        wide = accumulation_dtype(dtype)
+        plan, slot, names, wide = state.plan, state.slot, axes(lines), accumulation_dtype(dtype)
         grads = allocate(plan.holders, slot, lines, wide)
-        order = tuple(names)
-        to_holders = overlaps(plan.owners, plan.holders, order)
+        sums = state.owned.sums()
+        returned = overlaps(plan.owners, plan.holders.restrict([slot]), tuple(names))
         returned_by: dict[int, list[tuple[str, int, int]]] = {}
-        for piece in to_holders.touching(slot):
-            if piece.dst == slot:
-                returned_by.setdefault(piece.src, []).append((piece.axis, piece.lo, piece.hi))
-        sums, mirror_sums = state.owned.sums(), state.mirrored.sums()
+        for piece in returned:
+            returned_by.setdefault(piece.src, []).append((piece.axis, piece.lo, piece.hi))
+
+        def compiled(
+            source: Layout, target: Layout, from_: Holding, to: Holding, travels: torch.dtype
+        ) -> CompiledTransfer:
+            # Only this slot's pieces: all pairs of slots would be far more.
+            return compile_transfer(
+                overlaps(source.restrict([slot]), target, tuple(names)),
+                overlaps(source, target.restrict([slot]), tuple(names)),
+                names,
+                sources=[from_],
+                destination=to,
+                dtype=travels,
+            )
+
+        local_grads = Holding(plan.holders, slot, grads)
         return cls(
             state=state,
             grads=grads,
-            to_owner=compile_transfer(
-                overlaps(plan.holders, plan.owners, order),
-                names,
-                sources=[Holding(plan.holders, slot, grads)],
-                destination=sums,
-                dtype=wide,
-            ),
-            to_mirror=compile_transfer(
-                overlaps(plan.owners, plan.mirrors, order),
-                names,
-                sources=[sums],
-                destination=mirror_sums,
-                dtype=wide,
-            ),
-            to_holders=compile_transfer(
-                to_holders,
-                names,
-                sources=[state.owned.weights()],
-                destination=state.held(),
-                dtype=dtype,
-            ),
+            to_owner=compiled(plan.holders, plan.owners, local_grads, sums, wide),
+            to_mirror=compiled(plan.owners, plan.mirrors, sums, state.mirrored.sums(), wide),
+            to_holders=compiled(plan.owners, plan.holders, state.owned.weights(), state.held(), dtype),
             returned_by=returned_by,
         )
 
@@ -94,7 +88,9 @@ class GradSync:
         flight = launch(self.to_mirror, communicator, lambda: probe("mirror"))
         flight.finish(waiter, "mirrored gradient sums", "copy")
 
-    def return_parameters(self, communicator: Communicator, waiter: Waiter, version: int, probe: Probe) -> None:
+    def return_parameters(
+        self, communicator: Communicator, waiter: Waiter, version: int, probe: Probe
+    ) -> None:
         """Owners send the new weights to all holders. All members call it.
 
         Every interval carries the step it is from: after a partial return only those of one step may be trusted.
@@ -111,4 +107,6 @@ class GradSync:
 
     def norm2_owned(self) -> float:
         """Squared norm of the finished sums of the owned intervals, added in the order of the lines."""
-        return float(sum(float(t.to(torch.float64).square().sum()) for t in self.state.owned.grad_sum.values()))
+        return float(
+            sum(float(t.to(torch.float64).square().sum()) for t in self.state.owned.grad_sum.values())
+        )

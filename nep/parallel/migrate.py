@@ -12,7 +12,7 @@ from nep.parallel.grad_sync import Probe
 from nep.parallel.holding import Holding
 from nep.parallel.state import OptimizerShard, SlotState, Tensors, accumulation_dtype
 from nep.parallel.transfer import compile_transfer, launch
-from nep.planning.layout import Layout, Lines, axes, intersect, normalize, subtract, union
+from nep.planning.layout import Layout, Lines, axes, axis_unit_numel, intersect, normalize, subtract, union
 from nep.planning.plan import Plan
 from nep.planning.transfer import fetch
 
@@ -71,8 +71,10 @@ def migrate(
         ("parameters", plan.holders, kept_params, weight_sources, new.held(), dtype),
     )
     for what, layout, kept, sources, destination, wire in moves:
-        transfer = fetch([owners, mirrors], layout, order, have=kept)
-        compiled = compile_transfer(transfer, names, sources=sources, destination=destination, dtype=wire)
+        transfer = fetch([owners, mirrors], layout, order, have=kept, unit_numel=axis_unit_numel(lines))
+        compiled = compile_transfer(
+            transfer, transfer, names, sources=sources, destination=destination, dtype=wire
+        )
         flight = launch(compiled, communicator, lambda: probe("recover"))
         local = [old.held()] if what == "parameters" and slot in whole else sources
         _copy_local(local, destination, kept, names)
@@ -103,7 +105,9 @@ def _allocate(
     }
 
 
-def _shard(layout: Layout, before: OptimizerShard, slot: int, lines: Lines, dtype: torch.dtype) -> OptimizerShard:
+def _shard(
+    layout: Layout, before: OptimizerShard, slot: int, lines: Lines, dtype: torch.dtype
+) -> OptimizerShard:
     return OptimizerShard(
         layout=layout,
         slot=slot,

@@ -53,7 +53,9 @@ class OptimizerConfig:
         if not self.weight_decay >= 0:
             found.append(f"weight_decay ({self.weight_decay}) must not be negative")
         if not self.clip_norm > 0:
-            found.append(f"clip_norm ({self.clip_norm}) must be positive; use a large value to switch clipping off")
+            found.append(
+                f"clip_norm ({self.clip_norm}) must be positive; use a large value to switch clipping off"
+            )
         return found
 
     def learning_rate(self, step: int, total_steps: int) -> float:

@@ -7,7 +7,7 @@ and receives them in one group, and copies or adds what has come, in slot order.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Literal
 
@@ -16,7 +16,7 @@ import torch
 from nep.distributed.groups import Communicator
 from nep.distributed.waiting import Pending, Waiter
 from nep.parallel.holding import Holding
-from nep.planning.transfer import Transfer
+from nep.planning.transfer import Piece, Transfer
 
 Views = list[torch.Tensor]
 
@@ -48,8 +48,9 @@ class CompiledTransfer:
 
 
 def compile_transfer(
-    transfer: Transfer,
-    axes: dict[str, tuple[str, ...]],
+    outgoing: Transfer,
+    incoming: Transfer,
+    axes: Mapping[str, tuple[str, ...]],
     *,
     sources: Sequence[Holding],
     destination: Holding,
@@ -58,33 +59,37 @@ def compile_transfer(
     """Look up this slot's end of each piece.
 
     Args:
-        transfer: pieces in canonical order.
+        outgoing: pieces in canonical order, at least all that this slot gives.
+        incoming: the same, at least all that it gets; may be the same object.
         axes: parameter names of each axis, in order.
         sources: what this slot can send from; the first that has a piece is used.
         destination: where received pieces go.
         dtype: what travels; packing and unpacking convert.
     """
     slot = destination.slot
+
+    def source_views(piece: Piece) -> Views:
+        found = (holding.views(piece.axis, axes[piece.axis], piece.lo, piece.hi) for holding in sources)
+        views = next((views for views in found if views is not None), None)
+        assert views is not None, f"slot {slot} does not have {piece}"
+        return views
+
     sends: dict[int, Views] = {}
     receives: dict[int, Views] = {}
     local: tuple[Views, Views] = ([], [])
-    for piece in transfer.touching(slot):
-        names = axes[piece.axis]
-        outgoing = incoming = None
+    for piece in outgoing.touching(slot):
+        if piece.src == slot != piece.dst:
+            sends.setdefault(piece.dst, []).extend(source_views(piece))
+    for piece in incoming.touching(slot):
+        if piece.dst != slot:
+            continue
+        views = destination.views(piece.axis, axes[piece.axis], piece.lo, piece.hi)
+        assert views is not None, f"slot {slot} has no room for {piece}"
         if piece.src == slot:
-            found = (holding.views(piece.axis, names, piece.lo, piece.hi) for holding in sources)
-            outgoing = next((views for views in found if views is not None), None)
-            assert outgoing is not None, f"slot {slot} does not have {piece}"
-        if piece.dst == slot:
-            incoming = destination.views(piece.axis, names, piece.lo, piece.hi)
-            assert incoming is not None, f"slot {slot} has no room for {piece}"
-        if outgoing is not None and incoming is not None:
-            local[0].extend(outgoing)
-            local[1].extend(incoming)
-        elif outgoing is not None:
-            sends.setdefault(piece.dst, []).extend(outgoing)
-        elif incoming is not None:
-            receives.setdefault(piece.src, []).extend(incoming)
+            local[0].extend(source_views(piece))
+            local[1].extend(views)
+        else:
+            receives.setdefault(piece.src, []).extend(views)
     return CompiledTransfer(
         slot=slot,
         dtype=dtype,
@@ -137,7 +142,9 @@ class InFlight:
         self.write(mode)
 
 
-def launch(compiled: CompiledTransfer, communicator: Communicator, on_sent: Callable[[], None] | None = None) -> InFlight:
+def launch(
+    compiled: CompiledTransfer, communicator: Communicator, on_sent: Callable[[], None] | None = None
+) -> InFlight:
     """Pack and start sends and receives. Every member of `communicator` launches the same transfers in the
     same order.
 

@@ -6,7 +6,8 @@ from dataclasses import asdict, dataclass, fields
 from types import MappingProxyType
 from typing import Any
 
-from nep.planning.layout import Line, LineKind
+from nep.planning.layout import Line as Line  # models need it, and import no more of the planner than this
+from nep.planning.layout import LineKind
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -32,6 +32,7 @@ class TrainConfig:
         optimizer: AdamW, its schedule and clipping.
         aux_loss_coefficient: load-balancing loss; only 0 so far.
         moe_backend: kernels of the experts.
+        backend: of the process groups; gloo (CPU) only so far.
         timeout_base_s: the one value that all time-outs are derived from.
         validation_sequences: held-out sequences for the validation loss, at the beginning and at the end.
         failures: to inject, see `Failure`.
@@ -51,6 +52,7 @@ class TrainConfig:
     optimizer: OptimizerConfig = field(default_factory=OptimizerConfig)
     aux_loss_coefficient: float = 0.0
     moe_backend: str = "loop"
+    backend: Literal["gloo", "nccl"] = "gloo"
     timeout_base_s: float = 30.0
     validation_sequences: int = 16
     failures: tuple[Failure, ...] = ()
@@ -116,6 +118,11 @@ class TrainConfig:
             problems.append(
                 f"aux_loss_coefficient ({self.aux_loss_coefficient}): auxiliary losses that do not depend on the "
                 "partition are not there yet, and others would make the result depend on it; use 0"
+            )
+        if self.backend != "gloo":
+            problems.append(
+                f"backend {self.backend!r}: recovery on CUDA is not supported yet, and without it a lost GPU would "
+                "hang the job; use 'gloo' (CPU)"
             )
         if self.redundancy == "host":
             problems.append("redundancy 'host' is not supported yet; use 'device' or 'none'")

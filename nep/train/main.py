@@ -82,6 +82,8 @@ class Options:
     """Load-balancing loss (only 0 so far)."""
     moe_backend: str = "loop"
     """Kernels of the experts."""
+    backend: Literal["gloo", "nccl"] = "gloo"
+    """Of the process groups: gloo trains on the CPU; nccl is refused until recovery works on CUDA."""
     timeout_base_s: float = 30.0
     """Every time-out is derived from this; more than the longest time between two exchanges."""
     validation_sequences: int = 16
@@ -159,6 +161,7 @@ def _checked(options: Options, num_slots: int) -> _Request:
         ),
         aux_loss_coefficient=options.aux_loss_coefficient,
         moe_backend=options.moe_backend,
+        backend=options.backend,
         timeout_base_s=options.timeout_base_s,
         validation_sequences=options.validation_sequences,
         failures=tuple(Failure.parse(text) for text in options.fail),
@@ -259,7 +262,9 @@ class _View:
 
     def _recovery(self, trainer: Trainer, recovery: Recovery) -> None:
         if trainer.reports:
-            phases = ", ".join(f"{name} {seconds * 1e3:.0f} ms" for name, seconds in recovery.phases_s().items())
+            phases = ", ".join(
+                f"{name} {seconds * 1e3:.0f} ms" for name, seconds in recovery.phases_s().items()
+            )
             self._progress.message(
                 f"generation {recovery.generation}: {recovery.reason}; {recovery.total_s * 1e3:.0f} ms from failure "
                 f"to the next committed step ({phases})"
@@ -292,5 +297,3 @@ class _View:
             result, before=trainer.plans[0], after=trainer.plan, lines=lines, width=terminal_width(sys.stdout)
         )
         print_text(f"\n{page}\n\nlogs: {run.job.run_dir}")
-
-

@@ -106,7 +106,9 @@ def validation_sums(
     total, tokens = 0.0, 0
     for done in range(0, most, micro_batch_size):
         now = max(0, min(micro_batch_size, count - done))
-        tokens_bt, targets_bt = (torch.from_numpy(array) for array in data.validation_batch(first + done, now))
+        tokens_bt, targets_bt = (
+            torch.from_numpy(array) for array in data.validation_batch(first + done, now)
+        )
         total += float(cross_entropy_sum(model(tokens_bt).logits_btv, targets_bt))
         tokens += targets_bt.numel()
     return total, tokens

@@ -11,9 +11,11 @@ import torch
 from torch import nn
 
 from nep.distributed.collectives import all_gather_bytes
+from nep.distributed.groups import create_device
 from nep.distributed.timeouts import Timeouts
 from nep.distributed.waiting import Fault
 from nep.fault_tolerance.commit import commit_layout, commit_step
+from nep.fault_tolerance.connections import Connections
 from nep.fault_tolerance.control_store import ControlStore, decision_key, end_key, finished_key
 from nep.fault_tolerance.history import Committed
 from nep.fault_tolerance.injection import Injector
@@ -169,7 +171,7 @@ class Trainer:
             layout_digest=mine.digest,
             action="continue",
             plan=mine.canonical_json(),
-            params_versions={slot: 0 for slot in range(job.num_slots)},
+            params_versions=dict.fromkeys(range(job.num_slots), 0),
             reason="start",
         )
         written = Decision.from_json(store.compare_and_set(decision_key(1), "", decision.to_json()))
@@ -197,6 +199,8 @@ class Trainer:
         self.run_state = SlotRun(
             job=job,
             store=store,
+            connections=Connections(store, ready=2 if job.num_slots > 1 else 0),
+            device=create_device(_listen_on(job.store_address)),
             recipe=recipe,
             probe=injector.at,
             cluster=Cluster.uniform(job.num_slots, job.slots_per_node),
@@ -316,6 +320,12 @@ class Trainer:
         everybody = [finished_key(number, slot) for slot in self.members]
         run.current.waiter.wait(_StoreKeys(store, everybody), "the end of the others")
         store.compare_and_set(end_key(), "", "0")
+
+
+def _listen_on(store_address: str) -> str | None:
+    """On one machine the groups stay on loopback; else the host's own name tells where to listen."""
+    host = store_address.rpartition(":")[0]
+    return "127.0.0.1" if host in ("127.0.0.1", "localhost", "::1", "[::1]") else None
 
 
 class _StoreKeys:

@@ -47,7 +47,9 @@ def test_kill_in_each_phase(small_job: SmallJob, tmp_path: Path, phase: str) -> 
         (2, 1, "0@3:kill@dispatch"),
     ],
 )
-def test_kill_anywhere(small_job: SmallJob, tmp_path: Path, num_slots: int, replicas: int, failure: str) -> None:
+def test_kill_anywhere(
+    small_job: SmallJob, tmp_path: Path, num_slots: int, replicas: int, failure: str
+) -> None:
     small_job.run(num_slots, "--replicas", str(replicas), "--fail", failure, folder=tmp_path)
 
 
@@ -94,9 +96,7 @@ def test_owner_and_mirror_lost_together_end_with_code_3(small_job: SmallJob, tmp
 
 
 def test_without_redundancy_a_lost_slot_means_a_checkpoint(small_job: SmallJob, tmp_path: Path) -> None:
-    outcome = small_job.run(
-        3, "--redundancy", "none", "--fail", "1@2", folder=tmp_path, check=False
-    )
+    outcome = small_job.run(3, "--redundancy", "none", "--fail", "1@2", folder=tmp_path, check=False)
     assert outcome.returncode == 3, outcome.output
 
 

@@ -154,3 +154,20 @@ def test_pack_cuts_only_what_overflows() -> None:
     ]
     assert len(packed) == 8
     assert len(balanced) == 32
+
+
+def test_balance_lets_the_free_and_the_small_fill_the_gaps() -> None:
+    def only(slots: set[int], units: int, unit_size: int, position: int) -> Portion:
+        return Portion(
+            axis=f"x{position}",
+            axis_position=position,
+            lo=0,
+            hi=units,
+            unit_size=unit_size,
+            candidates=frozenset(slots),
+        )
+
+    bound_last = balance([only({0, 1}, 4, 1, 0), only({0}, 4, 1, 1)], {0: 0, 1: 0})
+    assert bound_last == {"x0": {1: [(0, 4)]}, "x1": {0: [(0, 4)]}}
+    large_last = balance([only({0, 1}, 3, 1, 0), only({0, 1}, 1, 3, 1)], {0: 0, 1: 0})
+    assert large_last == {"x0": {1: [(0, 3)]}, "x1": {0: [(0, 1)]}}

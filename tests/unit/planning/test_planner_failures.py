@@ -8,7 +8,7 @@ from hypothesis import assume, given
 from hypothesis import strategies as st
 
 from nep.planning.cluster import Cluster
-from nep.planning.layout import Lines, axes, axis_lines, axis_unit_numel, normalize
+from nep.planning.layout import Lines, arrange, axes, axis_lines, axis_unit_numel, normalize
 from nep.planning.plan import Plan
 from nep.planning.planner import lost_intervals, plan_after_failure, plan_from_scratch, plan_mirrors
 from nep.planning.transfer import fetch
@@ -35,6 +35,8 @@ def _check_step(before: Plan, after: Plan, cluster: Cluster, lines: Lines) -> No
     assert after.replicas == tuple(replica for replica in survivors if replica)
     assert after.global_batch_size == before.global_batch_size
     for axis, line in axis_lines(lines).items():
+        for intervals in after.holders.by_slot(axis).values():
+            assert intervals == arrange(intervals, line.units_per_expert), "full experts must lie first"
         for unit in range(line.num_units):
             _check_unit(before, after, survivors, axis, unit)
 
@@ -135,6 +137,18 @@ def test_survivors_stay_even_and_pieces_stay_few(
             ]
             assert pieces[1] < pieces[0] + len(after.slots)
         plan = after
+
+
+def test_what_does_not_divide_goes_to_another_slot_in_each_layer() -> None:
+    """8 lost units for 7 survivors leave one over in each of 7 layers: everybody takes one of these."""
+    lines = debug_like_lines(num_layers=7, num_experts=8, units_per_expert=8)
+    plan, cluster = _start(8, 1, lines=lines)
+    after = plan_after_failure(plan, cluster.fail([3]), lines)
+    held = [
+        sum(after.holders.num_units(f"layers.{layer}.experts", slot) for layer in range(7))
+        for slot in after.slots
+    ]
+    assert held == [8 * 8] * 7
 
 
 def test_a_lost_replica_disappears_and_the_others_take_its_batch() -> None:

@@ -1,0 +1,51 @@
+"""Connections to the control store, opened before they are needed.
+
+Opening one asks the resolver for the peer's name, and where that does not answer it takes seconds (5 s at a time,
+measured in one of thirty connections on a machine with a lossy resolver). Nothing on the way of a recovery may
+wait for that, so a few idle connections are kept ready.
+"""
+
+from __future__ import annotations
+
+import threading
+from collections import deque
+
+from nep.fault_tolerance.control_store import ControlStore
+
+
+class Connections:
+    """Idle connections of one slot; any thread may take one and give it back.
+
+    Args:
+        store: the connection that others are cloned from, by one thread at a time.
+        ready: how many to keep idle.
+    """
+
+    def __init__(self, store: ControlStore, ready: int):
+        self._store = store.clone()
+        self._ready = ready
+        self._idle: deque[ControlStore] = deque()
+        self._lock = threading.Lock()  # guards the clones' parent, which is one connection
+        self._refill()
+
+    def take(self) -> ControlStore:
+        """A connection that nobody else uses; opened now if none is idle."""
+        try:
+            return self._idle.popleft()
+        except IndexError:
+            with self._lock:
+                return self._store.clone()
+        finally:
+            threading.Thread(target=self._refill, name="connections", daemon=True).start()
+
+    def give_back(self, connection: ControlStore) -> None:
+        """The connection is idle again: no call on it is in progress."""
+        self._idle.append(connection)
+
+    def _refill(self) -> None:
+        with self._lock:
+            try:
+                while len(self._idle) < self._ready:
+                    self._idle.append(self._store.clone())
+            except RuntimeError:
+                return  # the store is gone; whoever needs it will say so

@@ -1,0 +1,1 @@
+"""Where the experts of a replica go: cuts of their units over slots, by predicted seconds."""

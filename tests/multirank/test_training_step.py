@@ -1,0 +1,279 @@
+"""Gradients, updates and moves of state over threads as ranks, against the single-process reference in float64."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Sequence
+
+import pytest
+import torch
+
+from models.mixtral import build
+from nep.parallel.grad_sync import GradSync
+from nep.parallel.migrate import migrate
+from nep.parallel.parallelize import parallelize
+from nep.parallel.state import SlotState
+from nep.planning.cluster import Cluster
+from nep.planning.layout import Layout, LineKind, Lines, axes
+from nep.planning.plan import Plan
+from nep.planning.planner import plan_after_failure, plan_from_scratch, plan_mirrors
+from nep.planning.shapes import ModelShape, parameter_lines, preset
+from nep.testing.reference import reference_gradients
+from nep.testing.threads import ThreadSlot, run_slots
+from nep.train.data import TextCorpus, TextSamples
+from nep.train.initialization import initial_units
+from nep.train.step import forward_backward
+
+SHAPE = dataclasses.replace(
+    preset("debug"),
+    num_layers=2,
+    hidden_size=16,
+    ffn_hidden_size=12,
+    neuron_block=1,
+    num_experts=5,
+    num_heads=4,
+    num_kv_heads=2,
+    head_dim=4,
+)
+BATCH, SEQ_LEN, SEED = 6, 8, 3
+DTYPE = torch.float64
+
+
+def no_probe(phase: str) -> None:
+    return None
+
+
+def samples() -> TextSamples:
+    return TextCorpus.generated(seed=2, num_bytes=20_000).samples(seq_len=SEQ_LEN, seed=SEED)
+
+
+def whole_model(lines: Lines) -> dict[str, torch.Tensor]:
+    return {
+        name: values[0] if line.kind is LineKind.WHOLE else values
+        for name, line in lines.items()
+        for values in [initial_units(SEED, name, line, 0, line.num_units)]
+    }
+
+
+def make_state(plan: Plan, slot: int, lines: Lines) -> SlotState:
+    return SlotState.initial(
+        plan, slot, lines, DTYPE, lambda name, lo, hi: initial_units(SEED, name, lines[name], lo, hi)
+    )
+
+
+def make_plan(num_slots: int, replicas: int, dead: Sequence[int], lines: Lines) -> Plan:
+    """A plan that has gone through the loss of some slots, one after the other, mirrors completed each time."""
+    cluster = Cluster.uniform(num_slots, num_slots)
+    plan = plan_from_scratch(cluster, lines, num_replicas=replicas, global_batch_size=BATCH)
+    for slot in dead:
+        cluster = cluster.fail([slot])
+        plan = plan_mirrors(plan_after_failure(plan, cluster, lines), cluster, lines)
+    return plan
+
+
+def step_sums(
+    me: ThreadSlot, state: SlotState, shape: ModelShape, micro_batch_size: int = 2
+) -> tuple[GradSync, float]:
+    """Forward, backward and sums of one step on one slot; the loss is this slot's sum."""
+    sync = GradSync.build(state, parameter_lines(shape), DTYPE)
+    model = parallelize(
+        build(shape, DTYPE), state=state, sync=sync, groups=me.groups, waiter=me.waiter, probe=no_probe
+    )
+    sums = forward_backward(
+        model, sync, samples(), first_sample=0, micro_batch_size=micro_batch_size, probe=no_probe
+    )
+    sync.reduce(me.groups.transfer, me.waiter, no_probe)
+    return sync, sums.loss
+
+
+def collect(
+    layout: Layout, parts: dict[int, dict[str, torch.Tensor]], lines: Lines
+) -> dict[str, torch.Tensor]:
+    """Put the parts of a layout together; every unit must be there, and only once."""
+    full = {name: torch.full(line.shape, torch.nan, dtype=DTYPE) for name, line in lines.items()}
+    for slot, tensors in parts.items():
+        for name, line in lines.items():
+            offset = 0
+            for lo, hi in layout.intervals(line.axis, slot):
+                assert full[name][lo:hi].isnan().all(), f"{name} [{lo}, {hi}) twice"
+                full[name][lo:hi] = tensors[name][offset : offset + hi - lo]
+                offset += hi - lo
+    assert not any(tensor.isnan().any() for tensor in full.values())
+    return {
+        name: tensor[0] if lines[name].kind is LineKind.WHOLE else tensor for name, tensor in full.items()
+    }
+
+
+def assert_close(found: dict[str, torch.Tensor], expected: dict[str, torch.Tensor]) -> None:
+    assert found.keys() == expected.keys()
+    for name, tensor in expected.items():
+        assert (found[name] - tensor).abs().max() <= 1e-11 * tensor.abs().max(), name
+
+
+PLANS: list[tuple[int, int, list[int]]] = [
+    (1, 1, []),
+    (2, 1, []),
+    (3, 1, []),
+    (5, 1, []),
+    (7, 1, []),
+    (7, 3, []),
+    (4, 1, [0]),
+    (4, 2, [1]),
+    (5, 2, [4, 0]),
+    (6, 3, [1, 2, 3]),
+    (8, 2, [0, 7]),
+]
+SHAPES = [
+    SHAPE,
+    dataclasses.replace(SHAPE, tied_embeddings=True, top_k=5, sliding_window=3),
+    dataclasses.replace(SHAPE, num_experts=1, top_k=1),
+]
+
+
+@pytest.mark.parametrize(("num_slots", "replicas", "dead"), PLANS)
+@pytest.mark.parametrize("shape", SHAPES, ids=["plain", "tied, all experts", "one expert"])
+def test_every_gradient_is_a_plain_sum_over_holders(
+    num_slots: int, replicas: int, dead: list[int], shape: ModelShape
+) -> None:
+    lines = parameter_lines(shape)
+    plan = make_plan(num_slots, replicas, dead, lines)
+    states = {slot: make_state(plan, slot, lines) for slot in plan.slots}
+    losses = run_slots(plan.replicas, lambda me: step_sums(me, states[me.slot], shape)[1])
+    tokens, targets = samples().train_batch(0, BATCH)
+    loss, expected = reference_gradients(shape, whole_model(lines), tokens, targets)
+
+    owned = collect(plan.owners, {slot: state.owned.grad_sum for slot, state in states.items()}, lines)
+    assert_close({name: tensor / targets.size for name, tensor in owned.items()}, expected)
+    assert sum(losses.values()) / targets.size == pytest.approx(loss, rel=1e-12)
+    if len(plan.slots) > 1:
+        mirrored = collect(plan.mirrors, {s: state.mirrored.grad_sum for s, state in states.items()}, lines)
+        for name in owned:
+            assert torch.equal(mirrored[name], owned[name]), f"the mirror of {name} has other bits"
+
+
+def test_lanes_without_samples_join_with_no_tokens() -> None:
+    """Seven lanes and six sequences: one lane has none, in one round and in several."""
+    lines = parameter_lines(SHAPE)
+    plan = make_plan(7, 1, [], lines)
+    assert min(lane.num_sequences for lane in plan.lanes) == 0
+    states = {slot: make_state(plan, slot, lines) for slot in plan.slots}
+    operations = run_slots(
+        plan.replicas, lambda me: (step_sums(me, states[me.slot], SHAPE, 1), me.operations)[1]
+    )
+    assert len({tuple(launched) for launched in operations.values()}) == 1, "collectives in different orders"
+
+
+def test_members_launch_the_same_operations_in_the_same_order() -> None:
+    """Per communicator; replicas of different sizes run different numbers of rounds."""
+    lines = parameter_lines(SHAPE)
+    plan = make_plan(5, 2, [4], lines)
+    states = {slot: make_state(plan, slot, lines) for slot in plan.slots}
+    operations = run_slots(
+        plan.replicas, lambda me: (step_sums(me, states[me.slot], SHAPE, 1), me.operations)[1]
+    )
+    for name in ("transfer", "dispatch-0", "dispatch-1"):
+        sequences = {
+            tuple(op for communicator, op in launched if communicator == name)
+            for slot, launched in operations.items()
+            if name == "transfer" or slot in plan.replicas[int(name[-1])]
+        }
+        assert len(sequences) == 1, name
+
+
+def test_a_move_and_back_is_the_identity_and_what_stays_is_not_copied() -> None:
+    lines = parameter_lines(SHAPE)
+    before = make_plan(4, 2, [], lines)
+    after = make_plan(4, 2, [1], lines)
+    order = tuple(axes(lines))
+    first = {slot: make_state(before, slot, lines) for slot in before.slots}
+    for slot, state in first.items():  # moments that tell where they are from
+        for name, tensor in state.owned.exp_avg.items():
+            tensor.copy_(state.owned.master[name] * 3)
+            state.owned.exp_avg_sq[name].copy_(state.owned.master[name] ** 2)
+            assert state.params_version == 0, slot
+        for name, tensor in state.mirrored.exp_avg.items():
+            tensor.copy_(state.mirrored.master[name] * 3)
+            state.mirrored.exp_avg_sq[name].copy_(state.mirrored.master[name] ** 2)
+
+    def move(me: ThreadSlot, state: SlotState, plan: Plan, live: Sequence[int]) -> SlotState:
+        return migrate(
+            state,
+            plan,
+            live=live,
+            params_versions=dict.fromkeys(live, 0),
+            version=0,
+            lines=lines,
+            dtype=DTYPE,
+            communicator=me.groups.transfer,
+            waiter=me.waiter,
+            probe=no_probe,
+        )
+
+    # Slot 1 is gone; the three others move to the plan without it.
+    moved = run_slots(after.replicas, lambda me: move(me, first[me.slot], after, after.slots))
+    for kind in ("master", "exp_avg", "exp_avg_sq"):
+        expected = collect(before.owners, {s: getattr(st.owned, kind) for s, st in first.items()}, lines)
+        for layout, part in ((after.owners, "owned"), (after.mirrors, "mirrored")):
+            found = collect(layout, {s: getattr(getattr(st, part), kind) for s, st in moved.items()}, lines)
+            assert all(torch.equal(found[name], expected[name]) for name in expected), (kind, part)
+    model = whole_model(lines)
+    for slot, state in moved.items():
+        assert state.params_version == 0
+        for name, line in lines.items():
+            offset = 0
+            for lo, hi in after.holders.intervals(line.axis, slot):
+                held = state.params[name][offset : offset + hi - lo]
+                assert torch.equal(
+                    held, model[name][None] if line.kind is LineKind.WHOLE else model[name][lo:hi]
+                )
+                offset += hi - lo
+    # Dense parameters are held whole before and after: the same memory serves both.
+    assert moved[0].params["embedding.weight"] is first[0].params["embedding.weight"]
+    assert set(order) == {line.axis for line in lines.values()}
+
+
+def test_params_of_mixed_steps_are_not_trusted() -> None:
+    """A slot whose parameters are not all of the committed step gets them anew from the owners."""
+    lines = parameter_lines(SHAPE)
+    plan = make_plan(3, 1, [], lines)
+    later = dataclasses.replace(plan, number=plan.number + 1)
+    states = {slot: make_state(plan, slot, lines) for slot in plan.slots}
+    for tensor in states[2].params.values():
+        tensor.fill_(7.0)
+
+    def move(me: ThreadSlot) -> SlotState:
+        return migrate(
+            states[me.slot],
+            later,
+            live=plan.slots,
+            params_versions={0: 0, 1: 0, 2: None},
+            version=0,
+            lines=lines,
+            dtype=DTYPE,
+            communicator=me.groups.transfer,
+            waiter=me.waiter,
+            probe=no_probe,
+        )
+
+    moved = run_slots(plan.replicas, move)
+    fresh = make_state(plan, 2, lines)
+    assert all(torch.equal(moved[2].params[name], fresh.params[name]) for name in lines)
+
+
+def test_returned_parameters_carry_their_step() -> None:
+    lines = parameter_lines(SHAPE)
+    plan = make_plan(4, 2, [1], lines)
+    states = {slot: make_state(plan, slot, lines) for slot in plan.slots}
+
+    def body(me: ThreadSlot) -> None:
+        state = states[me.slot]
+        for tensor in state.owned.master.values():
+            tensor.add_(1.0)
+        GradSync.build(state, lines, DTYPE).return_parameters(me.groups.transfer, me.waiter, 1, no_probe)
+
+    run_slots(plan.replicas, body)
+    expected = {name: tensor + 1.0 for name, tensor in whole_model(lines).items()}
+    for slot, state in states.items():
+        assert state.params_version == 1
+        for name in ("embedding.weight", "final_norm.weight"):
+            assert torch.equal(state.params[name].reshape(expected[name].shape), expected[name]), slot
