@@ -92,7 +92,8 @@ def apply(run: SlotRun) -> None:
         )
         history.num_updates += 1
     history.steps.append(committed)
-    history.counts_le.append(run.counts_le)
+    if recipe.keep_loads:
+        history.counts_le.append(run.counts_le)
     run.counts_le = None
     run.progress = applied  # only now may the buffers of the sums be used again
 

@@ -46,11 +46,12 @@ class Committed:
 
 @dataclass(kw_only=True)
 class History:
-    """Committed steps in order, and the expert loads of each.
+    """Committed steps in order, and the expert loads of each if they are asked for.
 
     Attributes:
         steps: one entry per commit.
-        counts_le: tokens per layer and expert of each committed step, int64 [layers, experts].
+        counts_le: tokens per layer and expert of each committed step, int64 [layers, experts]; empty unless they
+            are kept.
         num_updates: optimizer updates so far (skipped steps do not count).
     """
 

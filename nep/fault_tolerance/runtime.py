@@ -33,6 +33,7 @@ class Recipe:
         optimizer: AdamW and its schedule.
         total_steps: T of the protocol.
         timeouts: derived from one base.
+        keep_loads: remember the expert loads of every committed step.
     """
 
     lines: Lines
@@ -40,6 +41,7 @@ class Recipe:
     optimizer: OptimizerConfig
     total_steps: int
     timeouts: Timeouts
+    keep_loads: bool = False
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -1,9 +1,8 @@
-"""Hands units out to slots: who owns, mirrors or inherits what.
+"""Hands units out to slots: who owns or inherits what.
 
 Everything is exact in integers and depends on nothing but its arguments, so every slot computes the same.
 """
 
-import heapq
 from collections import defaultdict
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
@@ -128,60 +127,6 @@ def balance(portions: Iterable[Portion], loads: Mapping[int, int]) -> Assigned:
         for slot, (lo, hi) in deal(intervals, zip(candidates, counts, strict=True)):
             _give(assigned, now, group[0], slot, lo, hi)
     return assigned
-
-
-def pack(portions: Iterable[Portion], loads: Mapping[int, int]) -> Assigned:
-    """Gives portions to candidates in as few pieces as an even load allows.
-
-    Each piece of a mirror is a message in every step, so a portion stays whole while it fits under the mean
-    and only what overflows is cut: at most one piece per portion and one more per slot, unless candidates run
-    full.
-
-    Args:
-        portions: disjoint.
-        loads: load before of every slot that may be a candidate.
-    """
-    waiting = sorted(portions, key=lambda one: (len(one.candidates), -one.size, one.axis_position, one.lo))
-    now = defaultdict(int, loads)
-    mean = -(-(sum(now.values()) + sum(one.size for one in waiting)) // max(1, len(now)))
-    heap = [(load, slot) for slot, load in now.items()]
-    heapq.heapify(heap)
-    assigned: Assigned = {}
-    for one in waiting:
-        lo = one.lo
-        while lo < one.hi:
-            slot = _least_loaded(heap, now, one.candidates)
-            room = (mean - now[slot]) // one.unit_size
-            if room < 1:
-                break
-            stop = min(one.hi, lo + room)
-            _give(assigned, now, one, slot, lo, stop)
-            heapq.heappush(heap, (now[slot], slot))
-            lo = stop
-        if lo == one.hi:
-            continue
-        # All candidates are full: what is left of the portion is shared by all of them.
-        candidates = sorted(one.candidates)
-        counts = water_fill([now[slot] for slot in candidates], one.hi - lo, one.unit_size)
-        for slot, (start, stop) in deal([(lo, one.hi)], zip(candidates, counts, strict=True)):
-            _give(assigned, now, one, slot, start, stop)
-            heapq.heappush(heap, (now[slot], slot))
-    return assigned
-
-
-def _least_loaded(heap: list[tuple[int, int]], now: Mapping[int, int], candidates: frozenset[int]) -> int:
-    """The least loaded candidate, which stays in the heap. Entries with a load of before are dropped."""
-    passed: list[tuple[int, int]] = []
-    while True:
-        load, slot = heap[0]
-        if load == now[slot] and slot in candidates:
-            break
-        heapq.heappop(heap)
-        if load == now[slot]:
-            passed.append((load, slot))
-    for entry in passed:
-        heapq.heappush(heap, entry)
-    return slot
 
 
 def _give(assigned: Assigned, now: dict[int, int], portion: Portion, slot: int, lo: int, hi: int) -> None:

@@ -82,7 +82,7 @@ def keys_per_token(seq_len: int, window: int | None) -> float:
 def expected_rows(rows: Floats, tile: int) -> Floats:
     """Rows that a product works on if it rounds up to tiles and ``rows`` is the mean of a random count."""
     busy = np.minimum(rows, 1.0)
-    return np.maximum(rows + (tile - 1) / 2 * busy, tile * busy)
+    return np.asarray(np.maximum(rows + (tile - 1) / 2 * busy, tile * busy))
 
 
 def rounded_up(size: Floats, tile: int) -> Floats:

@@ -8,11 +8,12 @@ from collections.abc import Collection, Iterable, Mapping, Sequence
 from dataclasses import replace
 from typing import get_args
 
-from nep.planning.assignment import Assigned, Portion, balance, deal, pack, water_fill
+from nep.planning.assignment import Assigned, Portion, balance, deal, water_fill
 from nep.planning.batch import split_sequences
 from nep.planning.cluster import Cluster
 from nep.planning.intervals import Intervals, arrange, count_units, normalize, segments, subtract, union
 from nep.planning.layout import Layout, Line, LineKind, Lines, axis_lines, axis_unit_numel
+from nep.planning.mirrors import place_mirrors
 from nep.planning.plan import Lane, Plan, Redundancy
 
 Cuts = dict[str, dict[int, Intervals]]
@@ -29,7 +30,7 @@ def plan_from_scratch(
     """Plans a job for the healthy slots of a cluster, with mirrors if redundancy asks for them.
 
     Replicas are contiguous slots whose sizes differ by one at most; each cuts the experts of a layer evenly
-    by the line; owners and mirrors are balanced in bytes.
+    by the line; owners are balanced in bytes, and mirrored in pairs.
 
     Raises:
         ValueError: with everything that is wrong.
@@ -66,7 +67,7 @@ def plan_from_scratch(
         redundancy=redundancy,
         speeds_ppm=_speeds(slots, cluster),
     )
-    return replace(plan, mirrors=_mirror(plan, cluster, lines))
+    return replace(plan, mirrors=place_mirrors(plan, cluster, lines))
 
 
 def plan_after_failure(plan: Plan, cluster: Cluster, lines: Lines) -> Plan:
@@ -112,21 +113,21 @@ def plan_after_failure(plan: Plan, cluster: Cluster, lines: Lines) -> Plan:
 
 
 def plan_mirrors(plan: Plan, cluster: Cluster, lines: Lines) -> Plan:
-    """Gives a mirror to every owned unit that has none.
+    """Gives every owner its mirrors, all on one partner as far as possible; see `place_mirrors`.
 
-    The mirror is in another fault domain than the owner where the plan has one, else in another slot.
-    Existing mirrors stay. State in bytes (owned and mirrored) ends as even as that allows.
+    Mirrors stay where they are unless their owner's pair is broken, or has to be opened for a slot that lost
+    its partner. Units whose owner is new follow it to its own partner.
 
     Returns:
-        The next plan, or the same object if there is nothing to do: everything has a mirror, redundancy is
-        none, or there is no second slot.
+        The next plan, or the same object if there is nothing to do: everything has its mirror in place,
+        redundancy is none, or there is no second slot.
 
     Raises:
         ValueError: if a slot of the plan is not of the cluster.
     """
     _require_known(plan, cluster)
-    mirrors = _mirror(plan, cluster, lines)
-    if mirrors == plan.mirrors:
+    mirrors = place_mirrors(plan, cluster, lines)
+    if mirrors is plan.mirrors:
         return plan
     return replace(plan, number=plan.number + 1, mirrors=mirrors)
 
@@ -244,36 +245,6 @@ def _own(holders: Layout, owners: Layout, lines: Lines) -> Layout:
                 )
             )
     return _add(owners, balance(portions, loads))
-
-
-def _mirror(plan: Plan, cluster: Cluster, lines: Lines) -> Layout:
-    """The mirrors of a plan and those that are missing."""
-    healthy = frozenset(cluster.healthy)
-    slots = [slot for slot in plan.slots if slot in healthy]
-    if plan.redundancy == "none" or len(slots) < 2:
-        return plan.mirrors
-    domains = cluster.restrict(slots).domains
-    candidates: dict[int, frozenset[int]] = {}
-    unit_numel = axis_unit_numel(lines)
-    portions: list[Portion] = []
-    for position, axis in enumerate(unit_numel):
-        for owner, intervals in plan.unprotected_by_owner(axis).items():
-            if owner not in candidates:
-                away = frozenset(slot for slot in slots if domains[slot] != domains.get(owner))
-                candidates[owner] = away or frozenset(slots) - {owner}
-            portions += [
-                Portion(
-                    axis=axis,
-                    axis_position=position,
-                    lo=lo,
-                    hi=hi,
-                    unit_size=unit_numel[axis],
-                    candidates=candidates[owner],
-                )
-                for lo, hi in intervals
-            ]
-    loads = _state_numel([plan.owners, plan.mirrors], slots, unit_numel)
-    return _add(plan.mirrors, pack(portions, loads))
 
 
 def _state_numel(layouts: Iterable[Layout], slots: Iterable[int], sizes: Mapping[str, int]) -> dict[int, int]:

@@ -52,9 +52,15 @@ class Traffic:
         """[2, s]: the larger direction of each link, since both run at once."""
         return np.maximum(self.sent, self.received)
 
-    def seconds(self, hardware: HardwareProfile, bytes_per_element: int) -> Floats:
-        """[s]: links work side by side, so the slower one counts; latencies of the widest link in use."""
-        return link_seconds(self.busiest * bytes_per_element, hardware, self.hops)
+    def seconds(self, hardware: HardwareProfile, bytes_per_element: int, messages: int = 1) -> Floats:
+        """[s]: links work side by side, so the slower one counts; latencies of the widest link in use.
+
+        Args:
+            hardware: for the links.
+            bytes_per_element: of what travels.
+            messages: into how many exchanges it is cut.
+        """
+        return link_seconds(self.busiest * bytes_per_element, hardware, self.hops * messages)
 
     def limiting_link(self, hardware: HardwareProfile, slot: int) -> str:
         """Name of the link that takes the slot (by position) longest, with the direction."""
@@ -105,7 +111,7 @@ def grad_traffic(
         classes = _classes(plan.holders.by_slot(axis), interned)
         members = [frozenset(slots) for slots in classes]
         # Owners are told from classes by their sign: class i is i, the owner in slot s is -2 - s.
-        cut: dict[int, Intervals] = {index: held for index, held in enumerate(classes.values())}
+        cut: dict[int, Intervals] = dict(enumerate(classes.values()))
         cut |= {-2 - slot: owned for slot, owned in plan.owners.by_slot(axis).items()}
         slots_of = list(classes)
         for lo, hi, who in segments(cut, [(0, line.num_units)]):

@@ -187,6 +187,7 @@ class Trainer:
             optimizer=config.optimizer,
             total_steps=config.steps,
             timeouts=Timeouts(base_s=config.timeout_base_s),
+            keep_loads=config.loads_out is not None,
         )
         state = SlotState.initial(
             plan,
