@@ -2,18 +2,22 @@
 
 Single-device code with unit-major parameters; what is spread over slots is changed from outside.
 
-Shapes: b sequences, t positions, d hidden size, h query heads, g key-value heads, c head_dim, v vocabulary,
-l layers, e experts.
+Shapes: b sequences, t positions (flattened: tokens of the lane), s tokens of this slot, d hidden size, h query heads,
+g key-value heads, c head_dim, v vocabulary, l layers, e experts.
 """
 
+from collections.abc import Mapping, Sequence
 from typing import NamedTuple
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
+from nep.moe.attention import grouped_attention, head_runs
 from nep.moe.experts import Experts, expert_slices
+from nep.moe.lane import Lane, SingleSlotLane
 from nep.moe.layer import MoE
+from nep.moe.loss import Criterion, TokenLoss, cross_entropy_sum
 from nep.moe.router import TopKRouter
 from nep.planning.shapes import Line, ModelShape, parameter_lines
 
@@ -22,11 +26,13 @@ class DecoderOutput(NamedTuple):
     """What a forward returns.
 
     Attributes:
-        logits_btv: Scores of the next token, in the model's dtype.
-        num_tokens_per_expert_le: How many of these tokens chose each expert, int64.
+        logits_btv: Scores of the next token, in the model's dtype; None if targets were given.
+        loss: Cross-entropy against the targets; None without them.
+        num_tokens_per_expert_le: How many of this slot's tokens chose each expert, int64.
     """
 
-    logits_btv: Tensor
+    logits_btv: Tensor | None
+    loss: TokenLoss | None
     num_tokens_per_expert_le: Tensor
 
 
@@ -37,11 +43,13 @@ class Positions(NamedTuple):
         cos_tc: Cosines of the rotary angles, [t, 1, c].
         sin_tc: Sines, negated in the first half, [t, 1, c].
         mask_tt: Added to the scores; None where plain causal attention is meant.
+        batch: Sequences and their length: what the tokens of a lane are.
     """
 
     cos_tc: Tensor
     sin_tc: Tensor
     mask_tt: Tensor | None
+    batch: tuple[int, int]
 
 
 class RMSNorm(nn.Module):
@@ -61,17 +69,27 @@ class RMSNorm(nn.Module):
 
 
 class Embedding(nn.Module):
-    """Vocabulary rows, looked up by token; a tied head multiplies with the same rows."""
+    """Vocabulary rows, looked up by token; a tied head multiplies with the same rows.
+
+    Attributes:
+        rows_v: Where each vocabulary row is kept, int64, -1 for those that are not here; None: all, in order.
+    """
 
     def __init__(self, shape: ModelShape, *, dtype: torch.dtype, device: torch.device | str) -> None:
         super().__init__()
         self.weight = nn.Parameter(
             torch.empty(shape.vocab_size, shape.hidden_size, dtype=dtype, device=device)
         )
+        self.rows_v: Tensor | None = None
 
-    def forward(self, tokens_bt: Tensor) -> Tensor:
-        """Rows of the tokens."""
-        return F.embedding(tokens_bt, self.weight)
+    def forward(self, tokens_t: Tensor) -> Tensor:
+        """Rows of the tokens, zero where a row is not here."""
+        if self.rows_v is None:
+            return F.embedding(tokens_t, self.weight)
+        rows_t = self.rows_v[tokens_t]
+        here_t = (rows_t >= 0).nonzero()[:, 0]
+        found = self.weight.new_zeros(tokens_t.numel(), self.weight.size(1))
+        return found.index_add(0, here_t, F.embedding(rows_t[here_t], self.weight))
 
 
 class Head(nn.Module):
@@ -83,9 +101,9 @@ class Head(nn.Module):
             torch.empty(shape.vocab_size, shape.hidden_size, dtype=dtype, device=device)
         )
 
-    def forward(self, x_btd: Tensor) -> Tensor:
+    def forward(self, x_sd: Tensor) -> Tensor:
         """Logits."""
-        return F.linear(x_btd, self.weight)
+        return F.linear(x_sd, self.weight)
 
 
 class Attention(nn.Module):
@@ -103,21 +121,19 @@ class Attention(nn.Module):
         self.wk = heads(shape.num_kv_heads)
         self.wv = heads(shape.num_kv_heads)
         self.wo = heads(shape.num_heads)
+        whole = range(shape.num_heads), range(shape.num_kv_heads)
+        self.runs = head_runs(*whole, shape.num_heads // shape.num_kv_heads)
 
-    def forward(self, x_btd: Tensor, positions: Positions) -> Tensor:
-        """Mixes the tokens of each sequence."""
+    def forward(self, x_td: Tensor, positions: Positions) -> Tensor:
+        """Mixes the tokens of each sequence; the sum over the heads that are here."""
+        x_btd = x_td.view(*positions.batch, x_td.size(1))
         q_bthc = _rotate(_project(x_btd, self.wq), positions)
         k_btgc = _rotate(_project(x_btd, self.wk), positions)
         v_btgc = _project(x_btd, self.wv)
-        o_bhtc = F.scaled_dot_product_attention(
-            q_bthc.transpose(1, 2),
-            k_btgc.transpose(1, 2),
-            v_btgc.transpose(1, 2),
-            attn_mask=positions.mask_tt,
-            is_causal=positions.mask_tt is None,
-            enable_gqa=q_bthc.size(2) != k_btgc.size(2),
+        o_bhtc = grouped_attention(
+            q_bthc.transpose(1, 2), k_btgc.transpose(1, 2), v_btgc.transpose(1, 2), self.runs, positions.mask_tt
         )
-        return o_bhtc.transpose(1, 2).flatten(2) @ self.wo.flatten(0, 1)
+        return o_bhtc.transpose(1, 2).flatten(2).flatten(0, 1) @ self.wo.flatten(0, 1)
 
 
 def _project(x_btd: Tensor, weight_hcd: Tensor) -> Tensor:
@@ -133,7 +149,11 @@ def _rotate(x_bthc: Tensor, positions: Positions) -> Tensor:
 
 
 class DecoderLayer(nn.Module):
-    """Attention, then experts, each on the norm of the residual stream and added to it."""
+    """Attention, then experts, each on the norm of the residual stream and added to it.
+
+    Attributes:
+        lane: Replace the attribute to share the tokens with other slots.
+    """
 
     def __init__(
         self, shape: ModelShape, layer: int, *, dtype: torch.dtype, device: torch.device | str
@@ -156,11 +176,15 @@ class DecoderLayer(nn.Module):
             axis=f"layers.{layer}.experts",
         )
 
-    def forward(self, x_btd: Tensor, positions: Positions) -> tuple[Tensor, Tensor]:
-        """Returns x_btd and the layer's counts, int64 [e]."""
-        x_btd = x_btd + self.attention(self.attention_norm(x_btd), positions)
-        y_td, num_tokens_per_expert_e = self.moe(self.moe_norm(x_btd).flatten(0, 1))
-        return x_btd + y_td.view_as(x_btd), num_tokens_per_expert_e
+        self.lane: Lane = SingleSlotLane()
+
+    def forward(self, x_sd: Tensor, positions: Positions) -> tuple[Tensor, Tensor]:
+        """Returns x_sd and the layer's counts, int64 [e]."""
+        num_sequences, seq_len = positions.batch
+        gathered_td = self.lane.gather(self.attention_norm(x_sd), num_sequences * seq_len)
+        x_sd = x_sd + self.lane.reduce_scatter(self.attention(gathered_td, positions))
+        y_sd, num_tokens_per_expert_e = self.moe(self.moe_norm(x_sd))
+        return x_sd + y_sd, num_tokens_per_expert_e
 
 
 class MixtralModel(nn.Module):
@@ -170,12 +194,20 @@ class MixtralModel(nn.Module):
         shape: Sizes.
         dtype: Of parameters and activations; norms, routing and sums over experts take at least float32.
         device: "meta" allocates nothing.
+
+    Raises:
+        ValueError: The shape has parts that Mixtral has not.
     """
 
     def __init__(
         self, shape: ModelShape, *, dtype: torch.dtype = torch.float32, device: torch.device | str = "meta"
     ) -> None:
         super().__init__()
+        if shape.beyond_mixtral:
+            raise ValueError(
+                f"{shape.name} has {', '.join(shape.beyond_mixtral)}, which this model does not build; plan for it "
+                "with `nep plan`, or build a shape without"
+            )
         self.shape = shape
         self.embedding = Embedding(shape, dtype=dtype, device=device)
         self.layers = nn.ModuleList(
@@ -183,12 +215,17 @@ class MixtralModel(nn.Module):
         )
         self.final_norm = RMSNorm(shape.hidden_size, shape.norm_eps, dtype=dtype, device=device)
         self.head = None if shape.tied_embeddings else Head(shape, dtype=dtype, device=device)
+        self.lane: Lane = SingleSlotLane()
+        self.criterion: Criterion = cross_entropy_sum
 
-    def forward(self, tokens_bt: Tensor) -> DecoderOutput:
+    def forward(self, tokens_bt: Tensor, targets_bt: Tensor | None = None) -> DecoderOutput:
         """Scores the next token at every position.
 
         Args:
-            tokens_bt: int64; zero sequences are fine, and every parameter still gets a (zero) gradient.
+            tokens_bt: int64; zero sequences are fine, and every parameter still gets a (zero) gradient. All slots
+                of a lane get the same.
+            targets_bt: The next tokens. With them the result is the loss, without them the logits, which only a
+                lane of one slot has.
 
         Raises:
             ValueError: The sequences are longer than the model allows.
@@ -198,15 +235,42 @@ class MixtralModel(nn.Module):
                 f"seq_len ({tokens_bt.size(1)}) exceeds max_seq_len ({self.shape.max_seq_len}) of "
                 f"{self.shape.name}; use shorter sequences"
             )
-        x_btd = self.embedding(tokens_bt)
-        positions = _positions(self.shape, x_btd)
+        x_sd = self.lane.reduce_scatter(self.embedding(tokens_bt.flatten()))
+        positions = _positions(self.shape, tokens_bt, x_sd.dtype)
         counts = []
         for layer in self.layers:
-            x_btd, num_tokens_per_expert_e = layer(x_btd, positions)
+            x_sd, num_tokens_per_expert_e = layer(x_sd, positions)
             counts.append(num_tokens_per_expert_e)
-        x_btd = self.final_norm(x_btd)
-        logits_btv = F.linear(x_btd, self.embedding.weight) if self.head is None else self.head(x_btd)
-        return DecoderOutput(logits_btv, torch.stack(counts))
+        x_sd = self.final_norm(x_sd)
+        weight_vd = self.embedding.weight if self.head is None else self.head.weight
+        if targets_bt is None:
+            logits_btv = F.linear(x_sd, weight_vd).view(*tokens_bt.shape, weight_vd.size(0))
+            return DecoderOutput(logits_btv, None, torch.stack(counts))
+        loss = self.criterion(x_sd, weight_vd, targets_bt.flatten())
+        return DecoderOutput(None, loss, torch.stack(counts))
+
+    def share_lane(
+        self,
+        lane: Lane,
+        criterion: Criterion,
+        *,
+        query_heads: Mapping[int, Sequence[int]],
+        kv_heads: Mapping[int, Sequence[int]],
+        embedding_rows_v: Tensor,
+    ) -> None:
+        """Make this model one slot's part of a lane; the parameters are replaced separately.
+
+        Args:
+            lane: The collectives.
+            criterion: For the vocabulary rows that are here.
+            query_heads, kv_heads: Layer -> the heads that are here, in storage order.
+            embedding_rows_v: See `Embedding`.
+        """
+        group_size = self.shape.num_heads // self.shape.num_kv_heads
+        self.lane, self.criterion, self.embedding.rows_v = lane, criterion, embedding_rows_v
+        for index, layer in enumerate(self.layers):
+            layer.lane = lane
+            layer.attention.runs = head_runs(query_heads[index], kv_heads[index], group_size)
 
     def parameter_lines(self) -> dict[str, Line]:
         """Global name -> line of every parameter, in forward order."""
@@ -217,9 +281,10 @@ class MixtralModel(nn.Module):
         return {module.axis: module for module in self.modules() if isinstance(module, MoE)}
 
 
-def _positions(shape: ModelShape, x_btd: Tensor) -> Positions:
+def _positions(shape: ModelShape, tokens_bt: Tensor, dtype: torch.dtype) -> Positions:
     """Angles `position / theta ** (2 i / c)` in at least float32; a mask if the window hides something."""
-    seq_len, device, dtype = x_btd.size(1), x_btd.device, x_btd.dtype
+    num_sequences, seq_len = tokens_bt.shape
+    device = tokens_bt.device
     wide = torch.promote_types(dtype, torch.float32)
     exponents = torch.arange(0, shape.head_dim, 2, device=device).to(wide) / shape.head_dim
     position_t = torch.arange(seq_len, device=device)
@@ -237,6 +302,7 @@ def _positions(shape: ModelShape, x_btd: Tensor) -> Positions:
         cos_tc=torch.cat((cos, cos), dim=-1).to(dtype)[:, None],
         sin_tc=torch.cat((-sin, sin), dim=-1).to(dtype)[:, None],
         mask_tt=mask_tt,
+        batch=(num_sequences, seq_len),
     )
 
 

@@ -151,20 +151,26 @@ class Groups:
         transfer: all members: gradient sums, parameter return, recovery.
         vote: all members: records and counts.
         dispatch: the members of this slot's replica: tokens.
+        lane: the members of this slot's lane: tensor parallelism.
     """
 
     generation: int
     transfer: Communicator
     vote: Communicator
     dispatch: Communicator
+    lane: Communicator
+
+    @property
+    def all(self) -> tuple[Communicator, ...]:
+        return (self.transfer, self.vote, self.dispatch, self.lane)
 
     def close(self) -> None:
-        for communicator in (self.transfer, self.vote, self.dispatch):
+        for communicator in self.all:
             communicator.close()
 
     @property
     def quiet(self) -> bool:
-        return all(c.quiet for c in (self.transfer, self.vote, self.dispatch))
+        return all(communicator.quiet for communicator in self.all)
 
 
 def build_groups(
@@ -173,7 +179,7 @@ def build_groups(
     slot: int,
     slots: Sequence[int],
     replica: Sequence[int],
-    replica_index: int,
+    lane: Sequence[int],
     store: dist.Store,
     device: Any,
     waiter: Waiter,
@@ -187,6 +193,7 @@ def build_groups(
     Collective: all `slots` call it, in any order.
 
     Args:
+        slots, replica, lane: members of the job, of this slot's replica and of its lane.
         store: on a connection that nobody else uses until this returns or, if it raises, until the builder
             has ended (`finished` is called then).
         device: see `create_device`.
@@ -220,7 +227,8 @@ def build_groups(
             generation=generation,
             transfer=build("transfer", slots),
             vote=build("vote", slots),
-            dispatch=build(f"dispatch-{replica_index}", replica),
+            dispatch=build(f"dispatch-{min(replica)}", replica),
+            lane=build(f"lane-{min(lane)}", lane),
         )
     finally:
         if finished is not None:

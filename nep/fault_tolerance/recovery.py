@@ -48,14 +48,13 @@ def enter_generation(run: SlotRun, number: int, members: tuple[int, ...], plan: 
         run.store.raise_fault(number, fault_reason("exit", run.slot, reason))
         run.generation = None
         raise Fault("flag", reason)
-    replica = plan.replica_of(run.slot)
     connection = run.connections.take()
     groups = build_groups(
         generation=number,
         slot=run.slot,
         slots=members,
-        replica=plan.replicas[replica],
-        replica_index=replica,
+        replica=plan.replicas[plan.replica_of(run.slot)],
+        lane=plan.lanes[plan.lane_of(run.slot)].slots,
         store=connection.torch_store(timeouts.rebuild_s),
         device=run.device,
         waiter=waiter,
@@ -183,12 +182,8 @@ def _describe(recovery: Recovery, run: SlotRun, decision: Decision, members: tup
         earliest = min(times)
         recovery.failed_at = earliest if recovery.failed_at is None else min(recovery.failed_at, earliest)
     recovery.reason = decision.reason
-    log.warning(
-        "generation %d: slots %s, step %d is committed",
-        decision.generation,
-        live_text(decision),
-        decision.committed,
-    )
+    members_text = ",".join(map(str, decision.members))
+    log.warning("generation %d: slots %s, step %d is committed", decision.generation, members_text, decision.committed)
 
 
 def _no_fault() -> None:

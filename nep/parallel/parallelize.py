@@ -15,6 +15,7 @@ from nep.moe.layer import MoE
 from nep.parallel.dispatcher import AllToAllDispatcher, holders_of_experts
 from nep.parallel.grad_sync import GradSync
 from nep.parallel.state import SlotState
+from nep.parallel.tensor_parallel import SlotLane, VocabularyParallelLoss, local_rows
 from nep.planning.layout import Line, LineKind, Lines
 
 
@@ -42,7 +43,8 @@ def parallelize(
     1. parameters: the slot's storage, no copy;
     2. experts: which slices the storage holds;
     3. dispatch: an all-to-all in the replica's group (a replica of one slot keeps the local dispatcher);
-    4. gradients: accumulated where `sync` sends from.
+    4. lane: collectives around attention, embedding and loss (a lane of one slot has none);
+    5. gradients: accumulated where `sync` sends from.
 
     Args:
         model: fresh, on the meta device; it is changed and returned.
@@ -69,10 +71,38 @@ def parallelize(
             )
             layer.dispatcher = AllToAllDispatcher(groups.dispatch, waiter, holds_en, probe)
 
+    if groups.lane.size > 1:
+        _share_lane(model, lines, state, SlotLane(groups.lane, waiter))
+
     for name, parameter in model.named_parameters():
         if sync.grads[name].dtype == parameter.dtype:
             parameter.grad = _module_view(lines[name], sync.grads[name])  # backward adds in place
     return model
+
+
+def _share_lane(model: nn.Module, lines: Lines, state: SlotState, lane: SlotLane) -> None:
+    """Tell the model which heads and vocabulary rows are here."""
+    holders, slot = state.plan.holders, state.slot
+
+    def units(kind: LineKind) -> dict[int, list[int]]:
+        return {
+            line.layer: [unit for lo, hi in holders.intervals(line.axis, slot) for unit in range(lo, hi)]
+            for line in lines.values()
+            if line.kind is kind
+        }
+
+    vocabulary = [line for line in lines.values() if line.kind is LineKind.VOCAB]
+    # In forward order the first is the embedding and the last the head; a tied model has one for both.
+    embedding_rows_v, head_rows_v = (
+        local_rows(holders.intervals(line.axis, slot), line.num_units) for line in (vocabulary[0], vocabulary[-1])
+    )
+    model.share_lane(  # type: ignore[operator]
+        lane,
+        VocabularyParallelLoss(lane, head_rows_v),
+        query_heads=units(LineKind.HEADS),
+        kv_heads=units(LineKind.KV_HEADS),
+        embedding_rows_v=embedding_rows_v,
+    )
 
 
 def collect_gradients(model: nn.Module, sync: GradSync) -> None:

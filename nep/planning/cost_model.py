@@ -192,9 +192,7 @@ def placement_cost(
     piece_s = rounds * max(once - slope * rows, 0.0)
     link = hardware.network if crosses_domains else hardware.scale_up
     row_s = slope - token_s + row_bytes(shape, workload) * link.seconds_per_byte
-    return PlacementCost(
-        token_s=token_s, row_s=row_s, piece_s=piece_s, units_per_expert=whole, tokens=pairs
-    )
+    return PlacementCost(token_s=token_s, row_s=row_s, piece_s=piece_s, units_per_expert=whole, tokens=pairs)
 
 
 def transfer_seconds(
@@ -226,9 +224,7 @@ def _check(
             f"{plan.number} ({plan.global_batch_size}); change one of them"
         )
     if workload.seq_len > shape.max_seq_len:
-        errors.append(
-            f"seq_len ({workload.seq_len}) exceeds max_seq_len ({shape.max_seq_len}) of {shape.name}"
-        )
+        errors.append(f"seq_len ({workload.seq_len}) exceeds max_seq_len ({shape.max_seq_len}) of {shape.name}")
     unknown = sorted(set(plan.slots) - {slot.index for slot in cluster.slots})
     if unknown:
         errors.append(f"slots {unknown} of plan {plan.number} are not of the cluster; add them to it")

@@ -34,9 +34,7 @@ class Link:
     def __post_init__(self) -> None:
         errors = []
         if self.bytes_per_s is not None and not (math.isfinite(self.bytes_per_s) and self.bytes_per_s > 0):
-            errors.append(
-                f"bytes_per_s ({self.bytes_per_s}) must be positive and finite; None means no limit"
-            )
+            errors.append(f"bytes_per_s ({self.bytes_per_s}) must be positive and finite; None means no limit")
         if not (math.isfinite(self.latency_s) and self.latency_s >= 0):
             errors.append(f"latency_s ({self.latency_s}) must be finite and at least 0")
         if errors:

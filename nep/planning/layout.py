@@ -51,6 +51,7 @@ class LineKind(StrEnum):
     HEADS = "heads"
     KV_HEADS = "kv_heads"
     VOCAB = "vocab"
+    NEURONS = "neurons"  # of a dense feed-forward network: what every token visits
     WHOLE = "whole"
 
 
@@ -165,14 +166,24 @@ class Layout:
     cuts: Mapping[str, Mapping[int, Intervals]]
 
     def __post_init__(self) -> None:
-        cuts: dict[str, dict[int, Intervals]] = {}
+        cuts: dict[str, Mapping[int, Intervals]] = {}
         errors: list[str] = []
+        # Axes that are cut alike may share one mapping, and slots one tuple: each is then looked at once. Plans
+        # for thousands of slots consist of little else.
+        kept_of: dict[int, dict[int, Intervals]] = {}
+        sound: set[int] = set()
         for axis, by_slot in self.cuts.items():
-            kept = {slot: intervals for slot, intervals in by_slot.items() if intervals}
-            for slot, intervals in kept.items():
-                problem = _problem(intervals)
-                if problem:
-                    errors.append(f"{axis} on slot {slot}: {problem}")
+            kept = kept_of.get(id(by_slot))
+            if kept is None:
+                kept = {slot: intervals for slot, intervals in by_slot.items() if intervals}
+                for slot, intervals in kept.items():
+                    if id(intervals) in sound:
+                        continue
+                    problem = _problem(intervals)
+                    if problem:
+                        errors.append(f"{axis} on slot {slot}: {problem}")
+                    sound.add(id(intervals))
+                kept_of[id(by_slot)] = kept
             if kept:
                 cuts[axis] = kept
         if errors:
@@ -194,17 +205,18 @@ class Layout:
 
     def slots(self) -> tuple[int, ...]:
         """Every slot that has anything, ascending."""
-        return tuple(sorted({slot for by_slot in self.cuts.values() for slot in by_slot}))
+        distinct = {id(by_slot): by_slot for by_slot in self.cuts.values()}
+        return tuple(sorted(set().union(*distinct.values())))
 
     def restrict(self, slots: Iterable[int]) -> "Layout":
         """The same layout as if only these slots existed."""
         kept = frozenset(slots)
-        return Layout(
-            {
-                axis: {slot: intervals for slot, intervals in by_slot.items() if slot in kept}
-                for axis, by_slot in self.cuts.items()
-            }
-        )
+        distinct = {id(by_slot): by_slot for by_slot in self.cuts.values()}
+        restricted = {
+            key: {slot: intervals for slot, intervals in by_slot.items() if slot in kept}
+            for key, by_slot in distinct.items()
+        }
+        return Layout({axis: restricted[id(by_slot)] for axis, by_slot in self.cuts.items()})
 
     def covered(self, axis: str) -> Intervals:
         """The units of the axis that at least one slot has, ascending."""

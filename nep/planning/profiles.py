@@ -21,8 +21,7 @@ _STREAMING = "share of the data sheet's bandwidth that large copies achieve, sys
 _LATENCY = "systems/a100_80g.json of github.com/calculon-ai/calculon"
 _POWER = f"{_BOOK}, compute/accelerator, power table"
 _NVLINK_4 = (
-    "ring all-reduce on 8 H200, 365.6 of 450 GB/s a direction (nvidia.com/data-center/nvlink); "
-    f"{_BOOK}, network"
+    f"ring all-reduce on 8 H200, 365.6 of 450 GB/s a direction (nvidia.com/data-center/nvlink); {_BOOK}, network"
 )
 _NVLINK_5 = (
     "DeepEP V2 dispatch over 8 GPUs, 726 of 900 GB/s a direction (github.com/deepseek-ai/DeepEP); a ring "

@@ -68,6 +68,12 @@ def expert_axes(lines: Lines) -> list[str]:
     return [axis for axis, line in axis_lines(lines).items() if line.kind is LineKind.EXPERTS]
 
 
+def held_units(holders: Layout, slots: Sequence[int], lines: Lines, kind: LineKind) -> Floats:
+    """Units of each axis of a kind, in forward order, that each slot holds: [axes, s]."""
+    axes = [axis for axis, line in axis_lines(lines).items() if line.kind is kind]
+    return np.array([[holders.num_units(axis, slot) for slot in slots] for axis in axes], dtype=np.float64)
+
+
 def row_bytes(shape: ModelShape, workload: Workload) -> int:
     """Bytes of one dispatched row, there and back, forward and backward.
 
@@ -100,9 +106,7 @@ def expert_units(layout: Layout, slots: Sequence[int], lines: Lines) -> tuple[Fl
     for layer, axis in enumerate(axes):
         for place, slot in enumerate(slots):
             for lo, hi in layout.intervals(axis, slot):
-                units[layer, :, place] += np.clip(
-                    np.minimum(hi, starts + size) - np.maximum(lo, starts), 0, None
-                )
+                units[layer, :, place] += np.clip(np.minimum(hi, starts + size) - np.maximum(lo, starts), 0, None)
     shares = (units > 0).astype(np.float64)
     several = units.sum(axis=2) > size
     for layer, expert in np.argwhere(several):
@@ -153,10 +157,7 @@ def replica_time(
     counts = np.array([lane.num_sequences for lane in lanes])
     rounds = max(1, ceil(counts.max() / workload.micro_batch_size))
     sizes = np.array(
-        [
-            np.clip(counts - start * workload.micro_batch_size, 0, workload.micro_batch_size)
-            for start in range(rounds)
-        ]
+        [np.clip(counts - start * workload.micro_batch_size, 0, workload.micro_batch_size) for start in range(rounds)]
     )
     for sequences, repeats in zip(*np.unique(sizes, axis=0, return_counts=True), strict=True):
         tokens = sequences.astype(np.float64) * workload.seq_len
@@ -166,8 +167,7 @@ def replica_time(
     return ReplicaTime(
         parts=work.parts,
         by_slot={
-            slot: {part: float(busy[place]) for part, busy in work.own.items()}
-            for place, slot in enumerate(slots)
+            slot: {part: float(busy[place]) for part, busy in work.own.items()} for place, slot in enumerate(slots)
         },
         binding=work.binding(slots),
         rounds=rounds,
@@ -201,18 +201,16 @@ class _Work:
             self.lane_of[places] = index
             self.lane_size[places] = len(places)
             self.lane_apart[places] = len(set(domains[places])) > 1
-        self.heads = _held(holders, slots, lines, LineKind.HEADS)
-        self.kv_heads = _held(holders, slots, lines, LineKind.KV_HEADS)
-        vocabulary = _held(holders, slots, lines, LineKind.VOCAB)[-1]
+        self.heads = held_units(holders, slots, lines, LineKind.HEADS)
+        self.kv_heads = held_units(holders, slots, lines, LineKind.KV_HEADS)
+        vocabulary = held_units(holders, slots, lines, LineKind.VOCAB)[-1]
         self.vocab_rows = vocabulary
         self.parts: dict[str, float] = {}
         self.own: dict[str, Floats] = {}
         self.busy: dict[str, Busy] = {}
         self.exchanged = np.zeros((2, 2, len(slots)))  # link, direction, slot
 
-    def add_round(
-        self, tokens: Floats, experts: Busy, hits: Floats, bytes_per_row: int, repeats: int
-    ) -> None:
+    def add_round(self, tokens: Floats, experts: Busy, hits: Floats, bytes_per_row: int, repeats: int) -> None:
         """Adds equal rounds.
 
         Args:
@@ -305,9 +303,3 @@ class _Work:
                 what = f"{LINKS[NETWORK if self.lane_apart[place] else SCALE_UP]} link"
             found[part] = (slots[place], what)
         return found
-
-
-def _held(holders: Layout, slots: Sequence[int], lines: Lines, kind: LineKind) -> Floats:
-    """Units of each axis of a kind that each slot holds, [axes, s]."""
-    axes = [axis for axis, line in axis_lines(lines).items() if line.kind is kind]
-    return np.array([[holders.num_units(axis, slot) for slot in slots] for axis in axes], dtype=np.float64)

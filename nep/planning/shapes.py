@@ -2,7 +2,7 @@
 
 import json
 from collections.abc import Mapping
-from dataclasses import asdict, dataclass, fields
+from dataclasses import MISSING, asdict, dataclass, fields
 from types import MappingProxyType
 from typing import Any
 
@@ -12,18 +12,22 @@ from nep.planning.layout import LineKind
 
 @dataclass(frozen=True, kw_only=True)
 class ModelShape:
-    """Sizes of a Mixtral-style mixture-of-experts decoder.
+    """Sizes of a mixture-of-experts decoder.
+
+    Everything with a default is for planning models that `models/` does not build: shared experts, dense first
+    layers, latent attention (DeepSeek-V2, arXiv 2405.04434). Not counted are biases and norms inside attention,
+    less than a ten thousandth of any model here.
 
     Attributes:
         name: Preset name; a label only.
-        num_layers: Decoder layers, each with attention and one mixture-of-experts layer.
+        num_layers: Decoder layers, each with attention and one mixture-of-experts layer, or a dense one.
         hidden_size: Width d of the residual stream.
         ffn_hidden_size: Neurons of one expert.
         num_experts: Experts of one layer.
         top_k: Experts that one token visits.
         num_heads: Query heads.
         num_kv_heads: Key and value heads; divides `num_heads`.
-        head_dim: Width of one head; even, because rotary embedding turns pairs.
+        head_dim: Width of one query or key head; even, because rotary embedding turns pairs.
         vocab_size: Rows of the embedding.
         rope_theta: Base of the rotary wavelengths.
         norm_eps: Added to the mean square inside RMSNorm.
@@ -31,6 +35,15 @@ class ModelShape:
         tied_embeddings: The head uses the embedding's weight.
         neuron_block: Neurons of one unit of an expert line; divides `ffn_hidden_size`.
         max_seq_len: Longest sequence, in tokens.
+        num_shared_experts: Experts of a mixture-of-experts layer that every token visits, beside the routed ones.
+        shared_ffn_hidden_size: Neurons of one shared expert.
+        num_dense_layers: So many of the first layers have a dense feed-forward network instead of experts.
+        dense_ffn_hidden_size: Neurons of it.
+        kv_latent_size: Latent attention: keys and values are projected up from so many channels of a token; 0 for
+            ordinary attention. `num_kv_heads` is 1 then, for the latent is held like a single head.
+        query_latent_size: The same for queries; 0: they are projected from the residual stream.
+        rope_head_dim: Latent attention: channels of a head that are rotated; the key's are shared by all heads.
+        value_head_dim: Width of a value head; 0: `head_dim`.
     """
 
     name: str
@@ -49,6 +62,14 @@ class ModelShape:
     tied_embeddings: bool
     neuron_block: int
     max_seq_len: int
+    num_shared_experts: int = 0
+    shared_ffn_hidden_size: int = 0
+    num_dense_layers: int = 0
+    dense_ffn_hidden_size: int = 0
+    kv_latent_size: int = 0
+    query_latent_size: int = 0
+    rope_head_dim: int = 0
+    value_head_dim: int = 0
 
     def __post_init__(self) -> None:
         problems = _problems(self)
@@ -61,6 +82,21 @@ class ModelShape:
         return self.ffn_hidden_size // self.neuron_block
 
     @property
+    def num_moe_layers(self) -> int:
+        """Layers with experts: all but the dense ones."""
+        return self.num_layers - self.num_dense_layers
+
+    @property
+    def num_shared_neurons(self) -> int:
+        """Neurons of all shared experts of a layer together."""
+        return self.num_shared_experts * self.shared_ffn_hidden_size
+
+    @property
+    def beyond_mixtral(self) -> tuple[str, ...]:
+        """What the model has that Mixtral has not, as `field (value)`; Mixtral's own shapes have none."""
+        return tuple(f"{name} ({getattr(self, name)})" for name in _OPTIONAL if getattr(self, name))
+
+    @property
     def num_parameters(self) -> int:
         """Elements of all parameters; a tied head counts once."""
         return sum(line.num_units * line.unit_numel for line in parameter_lines(self).values())
@@ -69,7 +105,7 @@ class ModelShape:
     def num_active_parameters(self) -> int:
         """Elements that one token uses: all parameters but the experts it does not visit."""
         expert = 3 * self.ffn_hidden_size * self.hidden_size
-        return self.num_parameters - self.num_layers * (self.num_experts - self.top_k) * expert
+        return self.num_parameters - self.num_moe_layers * (self.num_experts - self.top_k) * expert
 
     def to_json(self) -> str:
         """Canonical JSON: sorted keys, no spaces."""
@@ -77,20 +113,25 @@ class ModelShape:
 
     @classmethod
     def from_json(cls, text: str) -> "ModelShape":
-        """Reads what `to_json` wrote.
+        """Reads what `to_json` wrote; fields that older versions did not have may be missing.
 
         Raises:
-            ValueError: The text is not a JSON object with exactly the fields of a model shape.
+            ValueError: The text is not a JSON object with the fields of a model shape.
         """
         try:
             values: Any = json.loads(text)
         except json.JSONDecodeError as error:
             raise ValueError(f"model shape is not JSON ({error}); expected an object") from error
         names = {field.name for field in fields(cls)}
-        if not isinstance(values, dict) or set(values) != names:
-            found = sorted(set(values) ^ names) if isinstance(values, dict) else type(values).__name__
+        if not isinstance(values, dict) or set(values) | set(_OPTIONAL) != names:
+            found = (
+                sorted((set(values) | set(_OPTIONAL)) ^ names) if isinstance(values, dict) else type(values).__name__
+            )
             raise ValueError(f"model shape has missing or unknown fields ({found}); expected {sorted(names)}")
         return cls(**values)
+
+
+_OPTIONAL = tuple(field.name for field in fields(ModelShape) if field.default is not MISSING)
 
 
 def _problems(shape: ModelShape) -> list[str]:
@@ -99,9 +140,8 @@ def _problems(shape: ModelShape) -> list[str]:
         "num_layers", "hidden_size", "ffn_hidden_size", "num_experts", "top_k", "num_heads", "num_kv_heads",
         "head_dim", "vocab_size", "rope_theta", "norm_eps", "neuron_block", "max_seq_len",
     )  # fmt: skip
-    problems = [
-        f"{key} ({getattr(shape, key)}) must be positive" for key in positive if getattr(shape, key) <= 0
-    ]
+    problems = [f"{key} ({getattr(shape, key)}) must be positive" for key in positive if getattr(shape, key) <= 0]
+    problems += [f"{key} ({getattr(shape, key)}) must not be negative" for key in _OPTIONAL if getattr(shape, key) < 0]
     if shape.sliding_window is not None and shape.sliding_window <= 0:
         problems.append(f"sliding_window ({shape.sliding_window}) must be positive; use None for no window")
     if problems:
@@ -119,6 +159,34 @@ def _problems(shape: ModelShape) -> list[str]:
         )
     if shape.head_dim % 2:
         problems.append(f"head_dim ({shape.head_dim}) must be even for rotary embedding")
+    return problems + _optional_problems(shape)
+
+
+def _optional_problems(shape: ModelShape) -> list[str]:
+    """What does not fit together among the fields that Mixtral does without."""
+    problems = [
+        f"{count} ({getattr(shape, count)}) and {size} ({getattr(shape, size)}) must both be positive, or both 0"
+        for count, size in (
+            ("num_shared_experts", "shared_ffn_hidden_size"),
+            ("num_dense_layers", "dense_ffn_hidden_size"),
+        )
+        if bool(getattr(shape, count)) != bool(getattr(shape, size))
+    ]
+    if shape.num_dense_layers >= shape.num_layers:
+        problems.append(
+            f"num_dense_layers ({shape.num_dense_layers}) must be less than num_layers ({shape.num_layers}): "
+            "without experts there is nothing to plan"
+        )
+    if not shape.kv_latent_size:
+        problems += [
+            f"{key} ({getattr(shape, key)}) is for latent attention; set kv_latent_size too, or leave it 0"
+            for key in ("query_latent_size", "rope_head_dim", "value_head_dim")
+            if getattr(shape, key)
+        ]
+    elif shape.num_kv_heads != 1:
+        problems.append(f"num_kv_heads ({shape.num_kv_heads}) must be 1 with kv_latent_size; the latent is one head")
+    if shape.rope_head_dim >= shape.head_dim:
+        problems.append(f"rope_head_dim ({shape.rope_head_dim}) must be less than head_dim ({shape.head_dim})")
     return problems
 
 
@@ -145,17 +213,66 @@ def parameter_lines(shape: ModelShape) -> dict[str, Line]:
 
 
 def _layer_lines(shape: ModelShape, layer: int) -> dict[str, Line]:
-    d, block = shape.hidden_size, shape.neuron_block
+    d, prefix = shape.hidden_size, f"layers.{layer}"
+    norm = _whole(f"{prefix}.whole", layer, (d,), norm=True)
+    lines = {f"{prefix}.attention_norm.weight": norm}
+    lines |= _latent_attention_lines(shape, layer) if shape.kv_latent_size else _attention_lines(shape, layer)
+    if layer < shape.num_dense_layers:
+        lines[f"{prefix}.ffn_norm.weight"] = norm
+        return lines | _dense_lines(f"{prefix}.ffn", shape.dense_ffn_hidden_size, d, layer)
+    lines[f"{prefix}.moe_norm.weight"] = norm
+    lines |= _expert_lines(shape, layer)
+    if shape.num_shared_experts:
+        lines |= _dense_lines(f"{prefix}.moe.shared", shape.num_shared_neurons, d, layer)
+    return lines
+
+
+def _attention_lines(shape: ModelShape, layer: int) -> dict[str, Line]:
     prefix = f"layers.{layer}"
 
     def heads(kind: LineKind, num_heads: int) -> Line:
         return Line(
             kind=kind,
             num_units=num_heads,
-            unit_shape=(shape.head_dim, d),
+            unit_shape=(shape.head_dim, shape.hidden_size),
             axis=f"{prefix}.{kind.value}",
             layer=layer,
         )
+
+    query, kv = heads(LineKind.HEADS, shape.num_heads), heads(LineKind.KV_HEADS, shape.num_kv_heads)
+    return {
+        f"{prefix}.attention.wq": query,
+        f"{prefix}.attention.wk": kv,
+        f"{prefix}.attention.wv": kv,
+        f"{prefix}.attention.wo": query,
+    }
+
+
+def _latent_attention_lines(shape: ModelShape, layer: int) -> dict[str, Line]:
+    """Projections down to the latents are held by every slot; those up from them are cut by query heads."""
+    prefix, d = f"layers.{layer}", shape.hidden_size
+    value_dim = shape.value_head_dim or shape.head_dim
+
+    def line(kind: LineKind, num_units: int, unit_shape: tuple[int, ...]) -> Line:
+        axis = f"{prefix}.{kind.value}"
+        return Line(kind=kind, num_units=num_units, unit_shape=unit_shape, axis=axis, layer=layer)
+
+    lines = {}
+    if shape.query_latent_size:
+        lines[f"{prefix}.attention.wq_down"] = _whole(
+            f"{prefix}.whole", layer, (shape.query_latent_size, d), norm=False
+        )
+    up = (shape.head_dim - shape.rope_head_dim + value_dim, shape.kv_latent_size)
+    return lines | {
+        f"{prefix}.attention.wq": line(LineKind.HEADS, shape.num_heads, (shape.head_dim, shape.query_latent_size or d)),
+        f"{prefix}.attention.wkv_down": line(LineKind.KV_HEADS, 1, (shape.kv_latent_size + shape.rope_head_dim, d)),
+        f"{prefix}.attention.wkv": line(LineKind.HEADS, shape.num_heads, up),
+        f"{prefix}.attention.wo": line(LineKind.HEADS, shape.num_heads, (value_dim, d)),
+    }
+
+
+def _expert_lines(shape: ModelShape, layer: int) -> dict[str, Line]:
+    d, block, prefix = shape.hidden_size, shape.neuron_block, f"layers.{layer}"
 
     def experts(unit_shape: tuple[int, ...]) -> Line:
         return Line(
@@ -167,19 +284,20 @@ def _layer_lines(shape: ModelShape, layer: int) -> dict[str, Line]:
             units_per_expert=shape.units_per_expert,
         )
 
-    query, kv = heads(LineKind.HEADS, shape.num_heads), heads(LineKind.KV_HEADS, shape.num_kv_heads)
-    whole = f"{prefix}.whole"
     return {
-        f"{prefix}.attention_norm.weight": _whole(whole, layer, (d,), norm=True),
-        f"{prefix}.attention.wq": query,
-        f"{prefix}.attention.wk": kv,
-        f"{prefix}.attention.wv": kv,
-        f"{prefix}.attention.wo": query,
-        f"{prefix}.moe_norm.weight": _whole(whole, layer, (d,), norm=True),
-        f"{prefix}.moe.router.weight": _whole(whole, layer, (shape.num_experts, d), norm=False),
+        f"{prefix}.moe.router.weight": _whole(f"{prefix}.whole", layer, (shape.num_experts, d), norm=False),
         f"{prefix}.moe.experts.w13": experts((2, block, d)),
         f"{prefix}.moe.experts.w2": experts((block, d)),
     }
+
+
+def _dense_lines(name: str, num_neurons: int, hidden_size: int, layer: int) -> dict[str, Line]:
+    """A feed-forward network that every token visits."""
+
+    def neurons(unit_shape: tuple[int, ...]) -> Line:
+        return Line(kind=LineKind.NEURONS, num_units=num_neurons, unit_shape=unit_shape, axis=name, layer=layer)
+
+    return {f"{name}.w13": neurons((2, hidden_size)), f"{name}.w2": neurons((hidden_size,))}
 
 
 def _vocab(axis: str, shape: ModelShape, *, layer: int) -> Line:

@@ -164,9 +164,7 @@ def _classes(
     return found
 
 
-def _pairs(
-    slots: Sequence[int], found: Mapping[tuple[int, int], float], domains: Mapping[int, int]
-) -> Traffic:
+def _pairs(slots: Sequence[int], found: Mapping[tuple[int, int], float], domains: Mapping[int, int]) -> Traffic:
     traffic = Traffic.none(slots)
     position = {slot: index for index, slot in enumerate(slots)}
     for (src, dst), size in found.items():

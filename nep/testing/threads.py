@@ -39,6 +39,7 @@ def run_slots(
     replicas: Sequence[Sequence[int]],
     body: Callable[[ThreadSlot], T],
     *,
+    lanes: Sequence[Sequence[int]] | None = None,
     deadline_s: float = 30.0,
     group_timeout_s: float = 40.0,
 ) -> dict[int, T]:
@@ -47,6 +48,7 @@ def run_slots(
     Args:
         replicas: the slots of each replica (a dispatch group each).
         body: gets its slot's communicators.
+        lanes: the slots of each lane; by default each slot is one.
         deadline_s: of one wait.
         group_timeout_s: the groups' own time-out.
 
@@ -73,7 +75,7 @@ def run_slots(
                 slot=slot,
                 slots=slots,
                 replica=replicas[index],
-                replica_index=index,
+                lane=next((lane for lane in lanes or () if slot in lane), [slot]),
                 store=store,
                 device=create_device("127.0.0.1"),
                 waiter=waiter,

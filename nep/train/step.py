@@ -7,12 +7,12 @@ import time
 from collections.abc import Callable
 
 import torch
-import torch.nn.functional as F
 from torch import nn
 
 from nep.fault_tolerance.commit import StepSums
 from nep.parallel.grad_sync import GradSync
 from nep.parallel.parallelize import collect_gradients
+from nep.planning.batch import split_sequences
 from nep.planning.plan import Plan
 from nep.train.data import SampleSource, expected_hash
 
@@ -35,12 +35,6 @@ def share_of(plan: Plan, slot: int) -> tuple[int, int, int]:
     return *mine, most
 
 
-def cross_entropy_sum(logits_btv: torch.Tensor, targets_bt: torch.Tensor) -> torch.Tensor:
-    """Cross-entropy summed over all tokens, in at least float32; 0 (and in the graph) for no tokens."""
-    wide = torch.promote_types(logits_btv.dtype, torch.float32)
-    return F.cross_entropy(logits_btv.flatten(0, 1).to(wide), targets_bt.flatten(), reduction="sum")
-
-
 def forward_backward(
     model: nn.Module,
     sync: GradSync,
@@ -60,6 +54,7 @@ def forward_backward(
         probe: failure injection.
     """
     offset, count, most = share_of(sync.state.plan, sync.state.slot)
+    speaks = _speaks_for_lane(sync.state.plan, sync.state.slot)
     probe("forward")
     sync.zero_grads()
     start = time.perf_counter()
@@ -70,16 +65,16 @@ def forward_backward(
         size = max(0, min(micro_batch_size, count - done))
         first = first_sample + offset + done
         tokens_bt, targets_bt = (torch.from_numpy(array) for array in data.train_batch(first, size))
-        output = model(tokens_bt)
-        loss = cross_entropy_sum(output.logits_btv, targets_bt)
+        output = model(tokens_bt, targets_bt)
         if round_index == 0:
-            output.logits_btv.register_hook(lambda _: probe("backward"))
-        loss.backward()
+            output.loss.total.register_hook(lambda _: probe("backward"))
+        output.loss.total.backward()
         collect_gradients(model, sync)
-        loss_sum += float(loss.detach())
-        tokens += targets_bt.numel()
-        samples += size
-        sample_hash += expected_hash(first, size)
+        loss_sum += float(output.loss.own)
+        tokens += output.loss.num_tokens
+        if speaks:
+            samples += size
+            sample_hash += expected_hash(first, size)
         counts = output.num_tokens_per_expert_le
         counts_le = counts if counts_le is None else counts_le + counts
     assert counts_le is not None
@@ -98,17 +93,19 @@ def validation_sums(
     model: nn.Module, plan: Plan, slot: int, data: SampleSource, *, num_sequences: int, micro_batch_size: int
 ) -> tuple[float, int]:
     """This slot's part of the validation loss: sum over its tokens, and how many. All slots call it."""
-    position = plan.slots.index(slot)
-    size, rest = divmod(num_sequences, len(plan.slots))
-    first = position * size + min(position, rest)
-    count = size + (position < rest)
-    most = size + (rest > 0)
+    shares = split_sequences(num_sequences, [1] * len(plan.lanes))
+    lane = plan.lane_of(slot)
+    first, count = sum(shares[:lane]), shares[lane]
     total, tokens = 0.0, 0
-    for done in range(0, most, micro_batch_size):
-        now = max(0, min(micro_batch_size, count - done))
-        tokens_bt, targets_bt = (
-            torch.from_numpy(array) for array in data.validation_batch(first + done, now)
-        )
-        total += float(cross_entropy_sum(model(tokens_bt).logits_btv, targets_bt))
-        tokens += targets_bt.numel()
+    for done in range(0, max(shares), micro_batch_size):
+        size = max(0, min(micro_batch_size, count - done))
+        tokens_bt, targets_bt = (torch.from_numpy(array) for array in data.validation_batch(first + done, size))
+        loss = model(tokens_bt, targets_bt).loss
+        total += float(loss.own)
+        tokens += loss.num_tokens
     return total, tokens
+
+
+def _speaks_for_lane(plan: Plan, slot: int) -> bool:
+    """Whether this slot reports the lane's samples: all its slots work on the same ones."""
+    return slot == plan.lanes[plan.lane_of(slot)].slots[0]

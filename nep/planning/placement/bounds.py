@@ -1,6 +1,6 @@
 """How fast a layer could be at best, and what keeps it from being faster."""
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Literal, get_args
 
 import numpy as np
@@ -170,17 +170,28 @@ def _hot_bound(problem: Problem, rate: Floats, piece: float, at_least: Floats) -
     pieces_max = min(int(problem.usable.sum()), problem.units_per_expert)
     tokens = max(float(problem.tokens.sum()), 1e-300)
     row_s = float(problem.row_s.sum()) / tokens
-    further = problem.tokens * (row_s * float(rate[rate > 0].min())) + piece
     base = problem.tokens.sum(axis=1) + problem.num_experts * piece
+    # An expert that meets the shortest deadline uncut meets all of them: only the others are looked at.
+    hot = int((pieces_needed(problem, at_least) > 1).sum(axis=1).max())
+    if hot == 0:
+        return at_least
+    hottest = np.argsort(-problem.tokens, axis=1, kind="stable")[:, :hot]
+    few = replace(
+        problem,
+        tokens=np.take_along_axis(problem.tokens, hottest, axis=1),
+        work_s=np.take_along_axis(problem.work_s, hottest, axis=1),
+        row_s=np.take_along_axis(problem.row_s, hottest, axis=1),
+    )
+    further = few.tokens * (row_s * float(rate[rate > 0].min())) + piece
     fastest = problem.speeds[problem.usable].max()
-    # Uncut, the hottest expert alone, or all of them one after the other on the fastest slot, is long enough.
-    total = (problem.work_s / fastest + problem.row_s + problem.piece_s / fastest).sum(axis=1)
+    # Uncut, all experts one after the other on the fastest slot, is long enough.
+    total = ((problem.work_s + problem.piece_s) / fastest + problem.row_s).sum(axis=1)
     low, high = at_least, np.maximum(at_least, total)
-    for _ in range(40):
-        if (high - low <= 1e-6 * high).all():
+    for _ in range(60):
+        if (high - low <= 1e-7 * high).all():
             break
         middle = (low + high) / 2
-        pieces = pieces_needed(problem, middle)
+        pieces = pieces_needed(few, middle)
         work = base + ((pieces - 1) * further).sum(axis=1)
         meets = (pieces <= pieces_max).all(axis=1) & (work <= middle * rate.sum())
         high = np.where(meets, middle, high)

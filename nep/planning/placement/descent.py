@@ -13,7 +13,9 @@ from nep.planning.placement.state import State, mean_seconds
 
 _TINY = 1e-300
 _TAKERS = 8
-_PARTNERS = 4
+_PARTNERS = 2
+_FEW_PAIRS = 64
+_FINE_UNITS = (1, 2, 3, 5)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -30,9 +32,9 @@ class Rules:
 
     cut: bool = True
     per_unit: bool = False
-    steps: int = 200
-    tolerance: float = 1e-3
-    least_gain: float = 1e-4
+    steps: int = 48
+    tolerance: float = 5e-4
+    least_gain: float = 3e-4
 
 
 @dataclass(frozen=True, kw_only=True, eq=False)
@@ -257,6 +259,14 @@ def _best_swap(state: State, front: _Front, rules: Rules) -> _Change:
         part = np.where(work_k > work_j, part, 0).astype(np.int64)
         away.append(part)
         back.append(part)
+        if have_k.shape[1] * have_j.shape[3] <= _FEW_PAIRS:
+            # Few pieces of many units: unequal parts of two of them shift amounts finer than a unit.
+            want = (busiest - np.maximum(level, (busiest + busy_b) / 2) + new_a) * speed_a
+            for go in _FINE_UNITS:
+                come = np.rint((go * work_k - want) / np.maximum(work_j, _TINY)).clip(0, have_j)
+                allowed = (go <= have_k) & (come - go <= slack_a) & (go - come <= slack_b)
+                away.append(np.where(allowed, go, 0))
+                back.append(np.where(allowed, come, 0).astype(np.int64))
     go, come = np.stack(away), np.stack(back)
     all_k, all_j = go == have_k, come == have_j
     piece_a, piece_b = problem.piece_s / speed_a, problem.piece_s / speed_b

@@ -18,7 +18,8 @@ def place_with_cuts(problem: Problem, deadline_s: Floats) -> State:
         deadline_s: ``[L]``, seconds that a slot may take: the lower bound, or somewhat more.
     """
     state = State.empty(problem)
-    pieces = np.minimum(pieces_needed(problem, deadline_s), problem.units_per_expert)
+    most = min(problem.units_per_expert, int(problem.usable.sum()))
+    pieces = np.minimum(pieces_needed(problem, deadline_s), most)
     forced = pieces > 1
     # Few experts on many slots: pieces as large as the deadline allows leave full slots behind. Many experts:
     # equal pieces, whose slots others fill up, and no slot has all the rows.
@@ -57,6 +58,8 @@ def spread_each(state: State, units: Integers, max_units: Integers, level_s: Flo
         spread(state, portion, level_s[layers])
 
 
-def polish(state: State, *, cut: bool = True, steps: int = 200, tolerance: float = 1e-3) -> None:
+def polish(state: State, *, cut: bool = True) -> None:
     """Moves and swaps pieces while that takes seconds off the busiest slot."""
-    descend(state, np.arange(state.problem.num_layers), Rules(cut=cut, steps=steps, tolerance=tolerance))
+    # About as many moves as slots make them level; what comes after is worth little.
+    rules = Rules(cut=cut, steps=state.problem.num_slots + 16)
+    descend(state, np.arange(state.problem.num_layers), rules)

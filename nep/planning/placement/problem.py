@@ -143,10 +143,16 @@ def slot_seconds(problem: Problem, held: Integers) -> Floats:
         problem: prices and speeds.
         held: units by slot and expert, ``[L, S, E]`` (a cut with its last two dimensions swapped).
     """
-    there = (held > 0).astype(np.float64)
-    work = np.matmul(held.astype(np.float64), problem.work_s[:, :, None])[:, :, 0] / problem.units_per_expert
-    rows = np.matmul(there, problem.row_s[:, :, None])[:, :, 0]
-    return (work + problem.piece_s * there.sum(axis=2)) / problem.speeds + rows
+    # Only a few per cent of all pairs of slot and expert are pieces.
+    flat = np.flatnonzero(held)
+    units = held.reshape(-1)[flat]
+    row, expert = np.divmod(flat, problem.num_experts)
+    layer, slot = np.divmod(row, problem.num_slots)
+    price = layer * problem.num_experts + expert
+    work = problem.work_s.reshape(-1)[price] * units / problem.units_per_expert
+    seconds = (work + problem.piece_s) / problem.speeds[slot] + problem.row_s.reshape(-1)[price]
+    shape = held.shape[:2]
+    return np.bincount(row, weights=seconds, minlength=shape[0] * shape[1]).reshape(shape)
 
 
 def _limits(

@@ -18,7 +18,7 @@ class Portion:
         layers: ``[n]``, distinct.
         experts: ``[n]``.
         units: ``[n]``, at least 1.
-        max_units: ``[n]``, most that one slot may get.
+        max_units: ``[n]``, most that one slot should get, if memory lets the others take the rest.
     """
 
     layers: Integers
@@ -46,7 +46,9 @@ def spread(state: State, portion: Portion, level_s: Floats) -> None:
     before = state.seconds[layers]
     fixed = state.new_piece_s(layers, portion.experts)
     unit = np.maximum(state.unit_s(layers, portion.experts), 1e-300)
-    room = np.minimum(state.room()[layers], portion.max_units[:, None])
+    free = state.room()[layers]
+    room = np.minimum(free, portion.max_units[:, None])
+    room = np.where(room.sum(axis=1, keepdims=True) < portion.units[:, None], free, room)
     short = room.sum(axis=1) < portion.units
     if short.any():
         worst = int(np.flatnonzero(short)[0])

@@ -24,7 +24,7 @@ def window_cut(problem: Problem) -> State:
     layers, slots = problem.num_layers, problem.num_slots
     density_order = np.argsort(-problem.work_s, axis=1, kind="stable")
     unit_s = np.take_along_axis(problem.work_s, density_order, axis=1) / problem.units_per_expert
-    left = np.full((layers, problem.num_experts), problem.units_per_expert, dtype=np.int64)
+    line = _Line(unit_s, problem.units_per_expert)
     order = _turns(problem)
     limit = np.take_along_axis(problem.limits, order, axis=1)
     speed = np.where(limit > 0, problem.speeds[order], 0.0)
@@ -35,45 +35,86 @@ def window_cut(problem: Problem) -> State:
     held = np.zeros((layers, slots, problem.num_experts), dtype=np.int64)
     rows = np.arange(layers)
     for turn in range(slots):
-        line = _Line(left, unit_s)
         least = np.maximum(line.units - later_limit[:, turn], 0)
         most = np.minimum(limit[:, turn], line.units)
         # Rounding of the slots before is shared by all that are left.
         due = np.maximum(level, line.load / np.maximum(later_speed[:, turn], 1e-300)) * speed[:, turn]
         start, stop = _window(line, most, least, due)
-        taken = _between(line, start, stop)
-        held[rows[:, None], order[:, turn, None], density_order] = taken
-        left -= taken
+        held[rows[:, None], order[:, turn, None], density_order] = line.remove(start, stop)
     return State.of(problem, held)
 
 
 class _Line:
-    """What is left of the lines: sums of units and seconds before each expert, ``[L, E + 1]``."""
+    """What is left of the lines of all layers, as segments of the lines that they were.
 
-    def __init__(self, left: Integers, unit_s: Floats) -> None:
-        layers, experts = left.shape
-        self.ends = np.zeros((layers, experts + 1), dtype=np.int64)
-        np.cumsum(left, axis=1, out=self.ends[:, 1:])
-        self.loads = np.zeros((layers, experts + 1))
-        np.cumsum(left * unit_s, axis=1, out=self.loads[:, 1:])
+    Positions count the units left. Where the whole line had every expert's units in a row, the load before a
+    position follows from its place there by one division.
+    """
+
+    def __init__(self, unit_s: Floats, size: int) -> None:
+        layers, experts = unit_s.shape
+        self.size = size
         self.unit_s = unit_s
-        self.rows = np.arange(layers)
-        self.units: Integers = self.ends[:, -1]
-        self.load: Floats = self.loads[:, -1]
+        self.before = np.zeros((layers, experts))
+        np.cumsum(unit_s[:, :-1] * size, axis=1, out=self.before[:, 1:])
+        self.rows = np.arange(layers)[:, None]
+        self.left = np.full((layers, experts), size, dtype=np.int64)
+        self._keep(np.zeros((layers, 1), dtype=np.int64), np.full((layers, 1), experts * size, dtype=np.int64))
 
-    def load_before(self, position: Integers) -> Floats:
-        """``[L]``, seconds of the units before a position of each line."""
-        expert = (self.ends[:, 1:] < position[:, None]).sum(axis=1)
-        expert = np.minimum(expert, self.unit_s.shape[1] - 1)
-        inside = position - self.ends[self.rows, expert]
-        load: Floats = self.loads[self.rows, expert] + inside * self.unit_s[self.rows, expert]
+    def _keep(self, starts: Integers, stops: Integers) -> None:
+        """Replaces the segments, ``[L, n]``; empty ones may be among them."""
+        self.starts, self.stops = starts, stops
+        self.firsts = np.zeros((starts.shape[0], starts.shape[1] + 1), dtype=np.int64)
+        np.cumsum(stops - starts, axis=1, out=self.firsts[:, 1:])
+        self.units: Integers = self.firsts[:, -1]
+        # Load that segment after segment leaves out, up to its start.
+        lost = self._whole_load(starts)
+        lost[:, 1:] -= self._whole_load(stops)[:, :-1]
+        self.lost = np.cumsum(lost, axis=1)
+        self.load: Floats = self.load_before(self.units[:, None])[:, 0]
+
+    def _whole_load(self, place: Integers) -> Floats:
+        """``[L, n]``, load before places on the lines as they were."""
+        expert = np.minimum(place // self.size, self.unit_s.shape[1] - 1)
+        inside = place - expert * self.size
+        load: Floats = self.before[self.rows, expert] + inside * self.unit_s[self.rows, expert]
         return load
 
+    def load_before(self, position: Integers) -> Floats:
+        """``[L, n]``, load of the units before positions ``[L, n]``."""
+        segment = (self.firsts[:, None, 1:-1] < position[:, :, None]).sum(axis=2)
+        place = self.starts[self.rows, segment] + position - self.firsts[self.rows, segment]
+        return self._whole_load(place) - self.lost[self.rows, segment]
 
-def _between(line: _Line, start: Integers, stop: Integers) -> Integers:
-    """``[L, E]``, units of each expert between two positions of each line."""
-    clipped = np.clip(line.ends, start[:, None], stop[:, None])
-    return np.diff(clipped, axis=1)
+    def window_load(self, start: Integers, length: Integers) -> Floats:
+        """``[L]``, load of windows."""
+        loads = self.load_before(np.stack([start, start + length], axis=1))
+        window: Floats = loads[:, 1] - loads[:, 0]
+        return window
+
+    def remove(self, start: Integers, stop: Integers) -> Integers:
+        """Takes windows out and closes the lines; returns what they had of each expert, ``[L, E]``."""
+        ends = np.cumsum(self.left, axis=1)
+        taken = np.clip(ends, start[:, None], stop[:, None])
+        taken[:, 1:] -= taken[:, :-1].copy()
+        taken[:, 0] -= start
+        self.left -= taken
+        # Segments up to the one in which the window starts keep what is before it, and from that one on what
+        # is after its end: one segment more than before.
+        first, length = self.firsts[:, :-1], self.stops - self.starts
+        keep_before = np.clip(start[:, None] - first, 0, length)
+        keep_after = np.clip(first + length - stop[:, None], 0, length)
+        segments = length.shape[1]
+        split = np.minimum((self.firsts[:, 1:] < start[:, None]).sum(axis=1), segments - 1)[:, None]
+        ahead = np.arange(segments + 1) <= split
+        one = np.minimum(np.arange(segments + 1), segments - 1)
+        last = np.maximum(np.arange(segments + 1) - 1, 0)
+        starts = np.where(ahead, self.starts[:, one], (self.stops - keep_after)[:, last])
+        stops = np.where(ahead, (self.starts + keep_before)[:, one], self.stops[:, last])
+        filled = (stops > starts).any(axis=0)
+        filled[0] = True
+        self._keep(starts[:, filled], stops[:, filled])
+        return taken
 
 
 def _window(line: _Line, most: Integers, least: Integers, due: Floats) -> tuple[Integers, Integers]:
@@ -94,41 +135,34 @@ def _window(line: _Line, most: Integers, least: Integers, due: Floats) -> tuple[
     low = np.zeros_like(most)
     high = line.units - most  # the coldest window
     # The first position at which the window is not heavier than what is due, or the last of all.
-    while True:
-        open_ = low < high
-        if not open_.any():
-            break
+    while (low < high).any():
         middle = (low + high) // 2
-        load = line.load_before(middle + most) - line.load_before(middle)
-        fits = load <= due
-        high = np.where(open_ & fits, middle, high)
-        low = np.where(open_ & ~fits, middle + 1, low)
-    start = low
-    load = line.load_before(start + most) - line.load_before(start)
+        fits = line.window_load(middle, most) <= due
+        high, low = np.where(fits, middle, high), np.where(fits | (low >= high), low, middle + 1)
+    load = line.window_load(low, most)
     # The window before it is heavier than due, but perhaps by less than this one is lighter.
-    previous = np.maximum(start - 1, 0)
-    heavier = line.load_before(previous + most) - line.load_before(previous)
-    start = np.where((start > 0) & (load <= due) & (heavier - due < due - load), previous, start)
+    previous = np.maximum(low - 1, 0)
+    heavier = line.window_load(previous, most)
+    start = np.where((load <= due) & (heavier - due < due - load), previous, low)
+    stop = start + most
     too_heavy = load > due
-    if not too_heavy.any():
-        return start, start + most
-    return np.where(too_heavy, _coldest(line, most, least, due), start), np.where(
-        too_heavy, line.units, start + most
-    )
+    if too_heavy.any():
+        start = np.where(too_heavy, _coldest(line, most, least, due), start)
+        stop = np.where(too_heavy, line.units, stop)
+    return start, stop
 
 
 def _coldest(line: _Line, most: Integers, least: Integers, due: Floats) -> Integers:
     """The start of the window of coldest units whose load comes closest to what is due."""
-    low, high = line.units - most, line.units - np.minimum(least, most)
-    first, last = low, high
+    first, last = line.units - most, line.units - np.minimum(least, most)
+    low, high = first, last
     while (low < high).any():
         middle = (low + high) // 2
-        fits = line.load - line.load_before(middle) <= due
-        high = np.where(fits, middle, high)
-        low = np.where((low < high) & ~fits, middle + 1, low)
-    lighter = line.load - line.load_before(low)
+        fits = line.window_load(middle, line.units - middle) <= due
+        high, low = np.where(fits, middle, high), np.where(fits | (low >= high), low, middle + 1)
+    lighter = line.window_load(low, line.units - low)
     previous = np.maximum(low - 1, first)
-    heavier = line.load - line.load_before(previous)
+    heavier = line.window_load(previous, line.units - previous)
     start = np.where((lighter <= due) & (heavier - due < due - lighter), previous, low)
     return np.clip(start, first, last)
 

@@ -1,0 +1,258 @@
+"""Placement from scratch: several ways to place the experts, and in each layer the one with fewest seconds."""
+
+from dataclasses import dataclass, replace
+
+import numpy as np
+from numpy.typing import ArrayLike
+
+from nep.planning.costs import PlacementCost
+from nep.planning.loads import ExpertLoads
+from nep.planning.placement.bounds import Bound, lower_bound
+from nep.planning.placement.paying_cuts import place_with_cuts, polish
+from nep.planning.placement.pool import loose_limits, relabel, split_pool
+from nep.planning.placement.problem import Cut, Floats, Integers, Problem, slot_seconds
+from nep.planning.placement.state import State
+from nep.planning.placement.whole import fill_whole, plain_whole
+from nep.planning.placement.window import window_cut
+
+_NEAR_BOUND = 0.001
+"""A layer this near its bound is not planned in yet another way."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Candidate:
+    """One way to place the experts, and what came of it.
+
+    Attributes:
+        name: of the way.
+        layers: how many layers it was tried in.
+        chosen: in how many it was best.
+        seconds: predicted, of the layers that it was tried in and could place.
+        chosen_seconds: of the chosen plan in the same layers.
+        note: why it was not tried, or could not place, in the other layers; empty if it could in all.
+    """
+
+    name: str
+    layers: int
+    chosen: int
+    seconds: float
+    chosen_seconds: float
+    note: str = ""
+
+
+@dataclass(frozen=True, kw_only=True, eq=False)
+class Placement:
+    """Where the experts go, what that costs, and what else was considered.
+
+    Attributes:
+        units: ``[layers, experts, slots]``, units of each expert on each slot.
+        seconds: ``[layers]``, predicted, of each layer's busiest slot.
+        bound: what no placement without expert copies can be faster than.
+        considered: the ways that were tried.
+    """
+
+    units: Cut
+    seconds: Floats
+    bound: Bound
+    considered: tuple[Candidate, ...]
+
+    @property
+    def total_s(self) -> float:
+        """The objective: predicted seconds of all layers together."""
+        return float(self.seconds.sum())
+
+
+def place(
+    loads: ExpertLoads,
+    *,
+    speeds: ArrayLike,
+    cost: PlacementCost,
+    memory_units: ArrayLike | None = None,
+    cut: bool = True,
+) -> Placement:
+    """Places the experts of a replica on its slots, for the fewest predicted seconds.
+
+    Args:
+        loads: ``[layers, experts]``, of this replica; shares within a layer count.
+        speeds: ``[slots]``, relative.
+        cost: seconds per token, row and piece; its ``units_per_expert`` is how finely experts may be cut.
+        memory_units: ``[slots]``, units of all layers together that a slot can hold; or ``[layers, slots]``;
+            None for no limit. A slot with 0 is not used.
+        cut: whether experts may be cut; otherwise every one is whole on one slot.
+
+    Raises:
+        ValueError: with everything that is wrong with the input, or if memory cannot hold the experts.
+    """
+    problem = Problem.of(loads, speeds=speeds, cost=cost, memory_units=memory_units)
+    if problem.pool is None:
+        return _place_by_layer(problem, cut)
+    return _place_in_pool(problem, cut)
+
+
+class _Best:
+    """The best cut of each layer so far, ``[L, S, E]``, and who found it."""
+
+    def __init__(self, problem: Problem) -> None:
+        self.problem = problem
+        shape = (problem.num_layers, problem.num_slots, problem.num_experts)
+        self.held = np.zeros(shape, dtype=np.int64)
+        self.seconds = np.full(problem.num_layers, np.inf)
+        self.winner = np.full(problem.num_layers, -1, dtype=np.int64)
+        self.tried: list[tuple[str, Integers, Floats, str]] = []
+
+    def offer(self, name: str, layers: Integers, held: Integers, note: str = "") -> None:
+        """Takes over what is better.
+
+        Args:
+            name: of the way that found it.
+            layers: ``[n]``, which layers.
+            held: ``[n, S, E]``, a complete cut of these.
+            note: of the other layers.
+        """
+        seconds = slot_seconds(self.problem.select(layers), held).max(axis=1)
+        # By more than rounding, so that plans do not hang on the last bit; earlier ways are simpler ones.
+        better = np.flatnonzero(seconds < self.seconds[layers] * (1 - 1e-9))
+        self.held[layers[better]] = held[better]
+        self.seconds[layers[better]] = seconds[better]
+        self.winner[layers[better]] = len(self.tried)
+        self.tried.append((name, layers, seconds, note))
+
+    def skip(self, name: str, note: str) -> None:
+        """Notes a way that was not worth trying."""
+        self.tried.append((name, np.arange(0), np.zeros(0), note))
+
+    def candidates(self) -> tuple[Candidate, ...]:
+        """What was tried, in order."""
+        return tuple(
+            Candidate(
+                name=name,
+                layers=int(layers.size),
+                chosen=int((self.winner == index).sum()),
+                seconds=float(seconds.sum()),
+                chosen_seconds=float(self.seconds[layers].sum()),
+                note=note,
+            )
+            for index, (name, layers, seconds, note) in enumerate(self.tried)
+        )
+
+    def placement(self, bound: Bound) -> Placement:
+        """The result."""
+        return Placement(
+            units=np.ascontiguousarray(np.swapaxes(self.held, 1, 2)),
+            seconds=self.seconds,
+            bound=bound,
+            considered=self.candidates(),
+        )
+
+
+def _place_by_layer(problem: Problem, cut: bool) -> Placement:
+    """Each layer on its own, within its limits."""
+    bound = lower_bound(problem)
+    best = _Best(problem)
+    everywhere = np.arange(problem.num_layers)
+    state, complete = plain_whole(problem)
+    _offer_whole(best, state, np.flatnonzero(complete))
+    if not cut:
+        if not complete.all():
+            raise ValueError(_no_whole(problem, int(np.flatnonzero(~complete)[0])))
+        _improve_whole(best)
+        return best.placement(bound)
+    guided = problem.guided()
+    state = place_with_cuts(guided, bound.seconds)
+    polish(state)
+    best.offer("whole experts, then cuts that pay", everywhere, state.held)
+    _offer_window(best, bound)
+    return best.placement(bound)
+
+
+def _offer_whole(best: _Best, state: State, layers: Integers) -> None:
+    missing = best.problem.num_layers - layers.size
+    note = f"memory cannot hold whole experts in {missing} layers" if missing else ""
+    best.offer("whole experts, longest first", layers, state.held[layers], note)
+
+
+def _offer_window(best: _Best, bound: Bound) -> None:
+    """The window cut where it may win, and what becomes of it if pieces move on."""
+    whole = best.problem
+    # Two cuts per slot, of experts rather hot than cold: half of that is a safe guess of the rows they bring.
+    rows = whole.row_s.sum(axis=1) * (int(whole.usable.sum()) - 1) / whole.num_experts
+    share = rows / np.maximum(whole.work_s.sum(axis=1) + whole.row_s.sum(axis=1), 1e-300)
+    layers = np.flatnonzero(best.seconds > bound.seconds * (1 + np.maximum(share, _NEAR_BOUND)))
+    rest = whole.num_layers - layers.size
+    note = f"left out in {rest} layers, where the rows of its cuts cost more than could be won" if rest else ""
+    if layers.size == 0:
+        best.skip("window cut", note)
+        return
+    # True prices, not guided ones: the window cut is for where rows are cheap.
+    state = window_cut(whole.select(layers))
+    best.offer("window cut", layers, state.held, note)
+    if (best.seconds[layers] > bound.seconds[layers] * (1 + _NEAR_BOUND)).any():
+        polish(state)
+        best.offer("window cut, then moves that pay", layers, state.held, note)
+
+
+def _improve_whole(best: _Best) -> None:
+    """Whole experts by seconds, then moves and swaps of whole experts."""
+    guided = best.problem.guided()
+    layers = np.arange(guided.num_layers)
+    state = State.empty(guided)
+    left = fill_whole(state, np.ones((guided.num_layers, guided.num_experts), dtype=bool))
+    done = np.flatnonzero(~left.any(axis=1))
+    polish(state, cut=False)
+    best.offer("whole experts, then swaps", layers[done], state.held[done])
+
+
+def _no_whole(problem: Problem, layer: int) -> str:
+    room = int((problem.limits[layer] // problem.units_per_expert).sum())
+    return (
+        f"memory_units have room for {room} whole experts in layer {layer} and there are "
+        f"{problem.num_experts}; allow cuts or free memory"
+    )
+
+
+def _place_in_pool(problem: Problem, cut: bool) -> Placement:
+    """All layers with loose limits, slots exchanged between layers; a few layers make up for the rest."""
+    assert problem.pool is not None
+    layers = problem.num_layers
+    even = split_pool(problem.pool, layers)
+    loose = loose_limits(problem.pool, layers, problem.units_per_expert, problem.units_per_layer)
+    found = _place_by_layer(
+        replace(problem, limits=np.maximum(np.broadcast_to(loose, even.shape), even), pool=None), cut
+    )
+    held = np.swapaxes(found.units, 1, 2)
+    strict = 0
+    while strict < layers:
+        kept, last = _last_layers(held, strict)
+        source = relabel(held[kept].sum(axis=2), problem.pool, problem.speeds)
+        room = problem.pool - np.take_along_axis(held[kept].sum(axis=2), source, axis=1).sum(axis=0)
+        # Layers that make up for others must not be squeezed out of a slot.
+        if (room >= strict * even.min(axis=0) * 3 // 4).all():
+            break
+        strict = max(2, 2 * strict)
+    else:
+        strict, kept, last = layers, np.arange(0), np.arange(layers)
+        source, room = np.zeros((0, problem.num_slots), dtype=np.int64), problem.pool
+    result = np.empty_like(held)
+    result[kept] = np.take_along_axis(held[kept], source[:, :, None], axis=1)
+    seconds = found.seconds.copy()
+    considered = found.considered
+    if strict:
+        limits = split_pool(room, strict)
+        tight = _place_by_layer(replace(problem.select(last), limits=limits, pool=None), cut)
+        result[last] = np.swapaxes(tight.units, 1, 2)
+        seconds[last] = tight.seconds
+        considered += tuple(replace(one, name=f"{one.name} (tight memory)") for one in tight.considered)
+    pooled = Placement(
+        units=np.ascontiguousarray(np.swapaxes(result, 1, 2)),
+        seconds=seconds,
+        bound=found.bound,
+        considered=considered,
+    )
+    return pooled
+
+
+def _last_layers(held: Integers, count: int) -> tuple[Integers, Integers]:
+    """The layers that keep their loose placement, and the ``count`` that make up for them: the most even."""
+    used = held.sum(axis=2)
+    order = np.argsort(used.max(axis=1) - used.min(axis=1), kind="stable")
+    return np.sort(order[count:]), np.sort(order[:count])
