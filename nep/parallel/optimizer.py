@@ -1,6 +1,7 @@
 """AdamW on the owned and the mirrored shards of a slot.
 
-Owner and mirror run the same kernel on the same sums, so they keep the same bits without talking.
+Owner and mirror run the same kernel on the same sums, so they keep the same bits without talking. Their cuts differ,
+and that must not show either, see `_whole_vectors`.
 """
 
 from __future__ import annotations
@@ -14,6 +15,8 @@ from torch.optim.adamw import adamw
 
 from nep.parallel.state import OptimizerShard
 from nep.planning.layout import Lines
+
+_VECTOR_BYTES = 64  # a multiple of every CPU's vectors; the kernel's threads share out multiples of it too
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -53,9 +56,7 @@ class OptimizerConfig:
         if not self.weight_decay >= 0:
             found.append(f"weight_decay ({self.weight_decay}) must not be negative")
         if not self.clip_norm > 0:
-            found.append(
-                f"clip_norm ({self.clip_norm}) must be positive; use a large value to switch clipping off"
-            )
+            found.append(f"clip_norm ({self.clip_norm}) must be positive; use a large value to switch clipping off")
         return found
 
     def learning_rate(self, step: int, total_steps: int) -> float:
@@ -102,14 +103,17 @@ def apply_adamw(
             continue
         gradients = [shard.grad_sum[name] for shard, name in chosen]
         torch._foreach_mul_(gradients, scale)
+        params, left = _whole_vectors([shard.master[name] for shard, name in chosen])
+        exp_avgs, left_exp_avgs = _whole_vectors([shard.exp_avg[name] for shard, name in chosen])
+        exp_avg_sqs, left_exp_avg_sqs = _whole_vectors([shard.exp_avg_sq[name] for shard, name in chosen])
         adamw(
-            [shard.master[name] for shard, name in chosen],
-            gradients,
-            [shard.exp_avg[name] for shard, name in chosen],
-            [shard.exp_avg_sq[name] for shard, name in chosen],
+            params,
+            _whole_vectors(gradients)[0],
+            exp_avgs,
+            exp_avg_sqs,
             [],
             # The kernel counts the step itself, so it gets the one before.
-            [torch.tensor(float(update - 1)) for _ in chosen],
+            [torch.tensor(float(update - 1)) for _ in params],
             foreach=False,
             fused=True,
             amsgrad=False,
@@ -120,3 +124,31 @@ def apply_adamw(
             eps=config.eps,
             maximize=False,
         )
+        for end, padded in (*left, *left_exp_avgs, *left_exp_avg_sqs):
+            end.copy_(padded[: len(end)])
+
+
+def _whole_vectors(
+    tensors: Sequence[torch.Tensor],
+) -> tuple[list[torch.Tensor], list[tuple[torch.Tensor, torch.Tensor]]]:
+    """The tensors as flat ones of whole vectors, so that all elements go through the same instructions.
+
+    The CPU kernel treats the elements behind the last whole vector one by one and rounds them differently (the second
+    moment, in the last bit). An element that is such a rest in the owner's cut need not be one in the mirror's.
+
+    Returns:
+        Views of all whole vectors, then a padded copy of each tensor's rest; and the rests with their copies.
+    """
+    views, rests = [], []
+    for tensor in tensors:
+        flat = tensor.view(-1)
+        width = _VECTOR_BYTES // flat.element_size()
+        whole = len(flat) // width * width
+        if whole:
+            views.append(flat[:whole])
+        if whole < len(flat):
+            end = flat[whole:]
+            padded = end.new_zeros(width)
+            padded[: len(end)] = end
+            rests.append((end, padded))
+    return [*views, *(padded for _, padded in rests)], rests

@@ -288,7 +288,83 @@ class _Board:
             level[at] += (free[at] <= 0) * _IMPOSSIBLE
 
     def exchange(self) -> None:
-        """Exchanges experts of one copy between full and less full slots, or moves them to a free place."""
+        """Exchanges experts of one copy between full and less full slots, or moves them to a free place.
+
+        The fullest slot is paired with the emptiest, the second fullest with the second emptiest and so on; each
+        pair makes the one exchange that brings its levels closest. Every second round pairs differently.
+        """
+        table, load = self._singles()
+        width = table.shape[2]
+        half = self.shape[2] // 2
+        if half == 0 or width == 0:
+            return
+        self.level = np.where(self.level >= _IMPOSSIBLE, self.level - _IMPOSSIBLE, self.level)
+        chunk = max(1, _CHUNK // (half * width * width))
+        usable = self.places > 0
+        average = (self.level * self.speeds).sum(axis=1) / self.speeds[usable].sum()
+        for begin in range(0, self.shape[0], chunk):
+            rows = self.layer[begin : begin + chunk]
+            idle = 0
+            for turn in range(_SWAP_ROUNDS):
+                rows = rows[self.level[rows].max(axis=1) > _GOOD_ENOUGH * average[rows]]
+                if len(rows) == 0 or idle == 2:
+                    break
+                idle = 0 if self._exchange_pairs(rows, turn, table, load) else idle + 1
+
+    def _singles(self) -> tuple[Ints, Floats]:
+        """For each slot its copies that may be exchanged, as places in the sequence, and their load.
+
+        Returns:
+            ``[layers, slots, most per slot]`` twice: place, or -1 where there is no copy; load, 0 at one free place
+            if the slot has one, and else nan.
+        """
+        layers, _, slots = self.shape
+        layer, index = np.nonzero(~self.is_shared)
+        slot = self.slot_of[layer, index]
+        order = np.lexsort((slot, layer))
+        layer, index, slot = layer[order], index[order], slot[order]
+        number = np.bincount(layer * slots + slot, minlength=layers * slots)
+        position = np.arange(len(layer)) - np.repeat(number.cumsum() - number, number)
+        number = number.reshape(layers, slots)
+        width = int((number + (self.free > 0)).max())
+        table = np.full((layers, slots, width), -1)
+        load = np.full((layers, slots, width), np.nan)
+        table[layer, slot, position] = index
+        load[layer, slot, position] = self.of_copy[layer, index]
+        layer, slot = np.nonzero(self.free > 0)
+        load[layer, slot, number[layer, slot]] = 0.0
+        return table, load
+
+    def _exchange_pairs(self, rows: Ints, turn: int, table: Ints, load: Floats) -> bool:
+        """One round of `exchange` in these layers; whether anything changed."""
+        half = self.shape[2] // 2
+        order = self.level[rows].argsort(axis=1, kind="stable")
+        emptier, fuller = order[:, :half], order[:, ::-1][:, :half]
+        if turn % 2:
+            emptier = np.roll(emptier, turn // 2 + 1, axis=1)
+        row = rows[:, None]
+        gap = self.level[row, fuller] - self.level[row, emptier]
+        ideal = gap / (1.0 / self.speeds[fuller] + 1.0 / self.speeds[emptier])
+        moved = load[row, fuller][:, :, :, None] - load[row, emptier][:, :, None, :]
+        missed = np.abs(moved - ideal[:, :, None, None]).reshape(len(rows), half, -1)
+        # nan compares as false: what may not be exchanged is not.
+        useful = missed < (ideal * (1 - 1e-6))[:, :, None]
+        missed = np.where(useful, missed, np.inf)
+        best = missed.argmin(axis=2)
+        which, pair = np.nonzero(useful.any(axis=2))
+        give, take = np.divmod(best[which, pair], table.shape[2])
+        layer, source, target = rows[which], fuller[which, pair], emptier[which, pair]
+        amount = load[layer, source, give] - load[layer, target, take]
+        self.level[layer, source] -= amount / self.speeds[source]
+        self.level[layer, target] += amount / self.speeds[target]
+        for array in (table, load):
+            kept = array[layer, source, give].copy()
+            array[layer, source, give] = array[layer, target, take]
+            array[layer, target, take] = kept
+        for slot, position in ((source, give), (target, take)):
+            index = table[layer, slot, position]
+            self.slot_of[layer[index >= 0], index[index >= 0]] = slot[index >= 0]
+        return len(layer) > 0
 
     def copies(self) -> Copies:
         """The placement."""
@@ -296,3 +372,20 @@ class _Board:
         layer, index = np.nonzero(self.slot_of >= 0)
         result[layer, self.sequence[layer, index], self.slot_of[layer, index]] = 1
         return result
+
+
+def _fill_up(copies: Copies, tokens: Ints, places: Ints, num_copies: int) -> None:
+    """Gives copies that found no slot without their expert to other experts, in place; rare, so one by one."""
+    for layer in range(len(copies)):
+        here = copies[layer]
+        free = places - here.sum(axis=0)
+        for _ in range(num_copies - int(here.sum())):
+            share = tokens[layer] / here.sum(axis=1)
+            # The heaviest copy that some free place can relieve, on the slot with most of those.
+            possible = (here == 0) & (free > 0)
+            expert = int(np.where(possible.any(axis=1), share, -1.0).argmax())
+            slot = int(np.where(possible[expert], free, -1).argmax())
+            if not possible[expert, slot]:
+                break
+            here[expert, slot] = 1
+            free[slot] -= 1

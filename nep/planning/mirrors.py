@@ -120,15 +120,19 @@ def _sums(keys: NDArray[np.int64], values: NDArray[np.int64]) -> tuple[list[list
 
 
 def _partners_so_far(shares: Shares, domains: Mapping[int, int]) -> dict[int, int]:
-    """Owner -> who mirrors most of its state, one-to-one and in another domain.
+    """Owner -> who mirrors at least half of its state, one-to-one and in another domain.
 
     Owners whose state is on one slot to the last unit come first: they have found their partner. Others may
-    be spread, or have taken over units that are mirrored elsewhere.
+    be spread, or have taken over units that are mirrored elsewhere. Where less than half is in one place, most
+    of it has to move anyway, and the pairs are better made anew.
     """
     candidates = sorted(
         (-(size * 1_000_000 // shares.owned[owner]), owner, mirror)
         for (owner, mirror), size in shares.mirrored.items()
-        if owner in domains and mirror in domains and domains[owner] != domains[mirror]
+        if owner in domains
+        and mirror in domains
+        and domains[owner] != domains[mirror]
+        and 2 * size >= shares.owned[owner]
     )
     partner: dict[int, int] = {}
     taken: set[int] = set()

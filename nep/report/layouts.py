@@ -60,17 +60,13 @@ def layouts_before_after(before: Plan, after: Plan, lines: Lines, width: int = 1
 def rendered(renderable: object, width: int) -> str:
     """What rich would print, as plain text without trailing blanks."""
     buffer = io.StringIO()
-    Console(file=buffer, width=width, color_system=None, highlight=False, emoji=False, markup=False).print(
-        renderable
-    )
+    Console(file=buffer, width=width, color_system=None, highlight=False, emoji=False, markup=False).print(renderable)
     return "\n".join(row.rstrip() for row in buffer.getvalue().splitlines())
 
 
 def _drawn(plan: Plan, lines: Lines, width: int, *, content_width: int, earlier: Plan | None = None) -> str:
     groups = _alike(plan, lines)
-    text = [
-        f"layout {plan.number}: {_count(len(plan.slots), 'slot')}, {_count(len(plan.replicas), 'replica')}"
-    ]
+    text = [f"layout {plan.number}: {_count(len(plan.slots), 'slot')}, {_count(len(plan.replicas), 'replica')}"]
     for line, layers in groups[:_MAX_PICTURES]:
         text += _picture(plan, line, layers, width, content_width, earlier, drawn_axis=groups[0][0].axis)
     if len(groups) > _MAX_PICTURES:
@@ -182,12 +178,9 @@ def _picture(
     ]
     for replica, members in replicas:
         share = sum(lane.num_sequences for lane in plan.lanes if lane.replica == replica)
-        title = (
-            "replica gone" if replica is None else f"replica {replica}, {_count(share, 'sequence')} per step"
-        )
+        title = "replica gone" if replica is None else f"replica {replica}, {_count(share, 'sequence')} per step"
         as_above = line.axis != drawn_axis and all(
-            plan.holders.intervals(line.axis, slot) == plan.holders.intervals(drawn_axis, slot)
-            for slot in members
+            plan.holders.intervals(line.axis, slot) == plan.holders.intervals(drawn_axis, slot) for slot in members
         )
         text.append(title + (": as above" if as_above else ""))
         if as_above:

@@ -8,107 +8,27 @@ from collections.abc import Sequence
 import pytest
 import torch
 
-from models.mixtral import build
 from nep.parallel.grad_sync import GradSync
 from nep.parallel.migrate import migrate
-from nep.parallel.parallelize import parallelize
 from nep.parallel.state import SlotState
-from nep.planning.cluster import Cluster
-from nep.planning.layout import Layout, LineKind, Lines, axes
+from nep.planning.layout import LineKind, axes
 from nep.planning.plan import Plan
-from nep.planning.planner import plan_after_failure, plan_from_scratch, plan_mirrors
-from nep.planning.shapes import ModelShape, parameter_lines, preset
+from nep.planning.shapes import ModelShape, parameter_lines
 from nep.testing.reference import reference_gradients
 from nep.testing.threads import ThreadSlot, run_slots
-from nep.train.data import TextCorpus, TextSamples
-from nep.train.initialization import initial_units
-from nep.train.step import forward_backward
-
-SHAPE = dataclasses.replace(
-    preset("debug"),
-    num_layers=2,
-    hidden_size=16,
-    ffn_hidden_size=12,
-    neuron_block=1,
-    num_experts=5,
-    num_heads=4,
-    num_kv_heads=2,
-    head_dim=4,
+from tests.multirank.steps import (
+    BATCH,
+    DTYPE,
+    SHAPE,
+    assert_close,
+    collect,
+    make_plan,
+    make_state,
+    no_probe,
+    samples,
+    step_sums,
+    whole_model,
 )
-BATCH, SEQ_LEN, SEED = 6, 8, 3
-DTYPE = torch.float64
-
-
-def no_probe(phase: str) -> None:
-    return None
-
-
-def samples() -> TextSamples:
-    return TextCorpus.generated(seed=2, num_bytes=20_000).samples(seq_len=SEQ_LEN, seed=SEED)
-
-
-def whole_model(lines: Lines) -> dict[str, torch.Tensor]:
-    return {
-        name: values[0] if line.kind is LineKind.WHOLE else values
-        for name, line in lines.items()
-        for values in [initial_units(SEED, name, line, 0, line.num_units)]
-    }
-
-
-def make_state(plan: Plan, slot: int, lines: Lines) -> SlotState:
-    return SlotState.initial(
-        plan, slot, lines, DTYPE, lambda name, lo, hi: initial_units(SEED, name, lines[name], lo, hi)
-    )
-
-
-def make_plan(num_slots: int, replicas: int, dead: Sequence[int], lines: Lines) -> Plan:
-    """A plan that has gone through the loss of some slots, one after the other, mirrors completed each time."""
-    cluster = Cluster.uniform(num_slots, num_slots)
-    plan = plan_from_scratch(cluster, lines, num_replicas=replicas, global_batch_size=BATCH)
-    for slot in dead:
-        cluster = cluster.fail([slot])
-        plan = plan_mirrors(plan_after_failure(plan, cluster, lines), cluster, lines)
-    return plan
-
-
-def step_sums(
-    me: ThreadSlot, state: SlotState, shape: ModelShape, micro_batch_size: int = 2
-) -> tuple[GradSync, float]:
-    """Forward, backward and sums of one step on one slot; the loss is this slot's sum."""
-    sync = GradSync.build(state, parameter_lines(shape), DTYPE)
-    model = parallelize(
-        build(shape, DTYPE), state=state, sync=sync, groups=me.groups, waiter=me.waiter, probe=no_probe
-    )
-    sums = forward_backward(
-        model, sync, samples(), first_sample=0, micro_batch_size=micro_batch_size, probe=no_probe
-    )
-    sync.reduce(me.groups.transfer, me.waiter, no_probe)
-    return sync, sums.loss
-
-
-def collect(
-    layout: Layout, parts: dict[int, dict[str, torch.Tensor]], lines: Lines
-) -> dict[str, torch.Tensor]:
-    """Put the parts of a layout together; every unit must be there, and only once."""
-    full = {name: torch.full(line.shape, torch.nan, dtype=DTYPE) for name, line in lines.items()}
-    for slot, tensors in parts.items():
-        for name, line in lines.items():
-            offset = 0
-            for lo, hi in layout.intervals(line.axis, slot):
-                assert full[name][lo:hi].isnan().all(), f"{name} [{lo}, {hi}) twice"
-                full[name][lo:hi] = tensors[name][offset : offset + hi - lo]
-                offset += hi - lo
-    assert not any(tensor.isnan().any() for tensor in full.values())
-    return {
-        name: tensor[0] if lines[name].kind is LineKind.WHOLE else tensor for name, tensor in full.items()
-    }
-
-
-def assert_close(found: dict[str, torch.Tensor], expected: dict[str, torch.Tensor]) -> None:
-    assert found.keys() == expected.keys()
-    for name, tensor in expected.items():
-        assert (found[name] - tensor).abs().max() <= 1e-11 * tensor.abs().max(), name
-
 
 PLANS: list[tuple[int, int, list[int]]] = [
     (1, 1, []),

@@ -97,10 +97,10 @@ def build_cluster(
     if errors:
         raise ValueError("; ".join(errors))
     nodes = [node for node, size in enumerate(sizes) for _ in range(size)]
-    slots = []
+    built = []
     for index, node in enumerate(nodes):
         amount = memory_gib.get(index, default_memory_gib)
-        slots.append(
+        built.append(
             Slot(
                 index,
                 node,
@@ -109,7 +109,7 @@ def build_cluster(
                 None if amount is None else round(amount * GIB),
             )
         )
-    return Cluster(tuple(slots))
+    return Cluster(tuple(built))
 
 
 def read_cluster(path: Path) -> Cluster:

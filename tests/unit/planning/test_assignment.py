@@ -3,7 +3,7 @@ import heapq
 from hypothesis import assume, given
 from hypothesis import strategies as st
 
-from nep.planning.assignment import Assigned, Portion, balance, deal, pack, water_fill
+from nep.planning.assignment import Assigned, Portion, balance, deal, water_fill
 from nep.planning.intervals import count_units
 
 LOADS = st.lists(st.integers(0, 40), min_size=1, max_size=6)
@@ -99,16 +99,15 @@ def test_every_unit_goes_to_one_candidate_whatever_the_order(
     portions: list[Portion], loads: list[int], random: st.random_module
 ) -> None:
     before = dict(enumerate(loads))
-    for assign in (balance, pack):
-        assigned = assign(portions, before)
-        expected = {(one.axis, unit): one.candidates for one in portions for unit in range(one.lo, one.hi)}
-        found = _units(assigned)
-        assert found.keys() == expected.keys()
-        assert all(len(slots) == 1 and slots[0] in expected[where] for where, slots in found.items())
-        shuffled = list(portions)
-        random.shuffle(shuffled)
-        assert assign(shuffled, dict(reversed(before.items()))) == assigned
-        assert before == dict(enumerate(loads)), "the caller's loads were changed"
+    assigned = balance(portions, before)
+    expected = {(one.axis, unit): one.candidates for one in portions for unit in range(one.lo, one.hi)}
+    found = _units(assigned)
+    assert found.keys() == expected.keys()
+    assert all(len(slots) == 1 and slots[0] in expected[where] for where, slots in found.items())
+    shuffled = list(portions)
+    random.shuffle(shuffled)
+    assert balance(shuffled, dict(reversed(before.items()))) == assigned
+    assert before == dict(enumerate(loads)), "the caller's loads were changed"
 
 
 def _everyone_may(sizes: list[tuple[int, int]], slots: int) -> list[Portion]:
@@ -131,29 +130,11 @@ def test_free_choice_ends_within_one_unit_of_the_mean(sizes: list[tuple[int, int
     portions = _everyone_may(sizes, slots)
     largest = max(unit_size for _, unit_size in sizes)
     mean = sum(one.size for one in portions) / slots
-    for assign in (balance, pack):
-        loads = dict.fromkeys(range(slots), 0)
-        for axis, by_slot in assign(portions, loads).items():
-            for slot, intervals in by_slot.items():
-                loads[slot] += count_units(intervals) * portions[int(axis[1:])].unit_size
-        assert max(loads.values()) <= mean + largest + 1
-
-
-def test_pack_cuts_only_what_overflows() -> None:
-    # Eight portions of four units for four slots: two each, none is cut. balance cuts every one in four.
-    portions = _everyone_may([(4, 1)] * 8, 4)
-    loads = dict.fromkeys(range(4), 0)
-    packed = [
-        interval for by_slot in pack(portions, loads).values() for one in by_slot.values() for interval in one
-    ]
-    balanced = [
-        interval
-        for by_slot in balance(portions, loads).values()
-        for one in by_slot.values()
-        for interval in one
-    ]
-    assert len(packed) == 8
-    assert len(balanced) == 32
+    loads = dict.fromkeys(range(slots), 0)
+    for axis, by_slot in balance(portions, loads).items():
+        for slot, intervals in by_slot.items():
+            loads[slot] += count_units(intervals) * portions[int(axis[1:])].unit_size
+    assert max(loads.values()) <= mean + largest + 1
 
 
 def test_balance_lets_the_free_and_the_small_fill_the_gaps() -> None:

@@ -9,12 +9,27 @@ from nep.planning.batch import split_sequences
 WEIGHTS = st.lists(st.integers(0, 2_000_000), min_size=1, max_size=20).filter(any)
 
 
+def _best_time(size: int, weights: list[int]) -> Fraction:
+    """The earliest time by which all lanes together can have done so many sequences, by trying them."""
+    times = sorted({Fraction(count, weight) for weight in weights if weight for count in range(size + 1)})
+    return next(time for time in times if sum(int(time * weight) for weight in weights) >= size)
+
+
+@given(st.integers(0, 30), st.lists(st.integers(0, 9), min_size=1, max_size=6).filter(any))
+def test_the_last_lane_is_done_as_early_as_possible(size: int, weights: list[int]) -> None:
+    shares = split_sequences(size, weights)
+    assert sum(shares) == size
+    assert all(weight or not share for share, weight in zip(shares, weights, strict=True))
+    done = [Fraction(share, weight) for share, weight in zip(shares, weights, strict=True) if weight]
+    assert max(done) == _best_time(size, weights)
+
+
 @given(st.integers(0, 10_000), WEIGHTS)
-def test_shares_sum_and_are_within_one_of_the_exact_share(size: int, weights: list[int]) -> None:
+def test_nobody_gets_less_than_the_fair_share_rounded_down(size: int, weights: list[int]) -> None:
     shares = split_sequences(size, weights)
     assert sum(shares) == size
     for share, weight in zip(shares, weights, strict=True):
-        assert abs(share - Fraction(size * weight, sum(weights))) < 1
+        assert share >= size * weight // sum(weights)
         assert weight or not share
 
 
@@ -34,6 +49,7 @@ def test_a_batch_smaller_than_the_lanes_leaves_some_without() -> None:
     assert split_sequences(2, [1] * 5) == (1, 1, 0, 0, 0)
     assert split_sequences(0, [1, 1]) == (0, 0)
     assert split_sequences(10, [1_000_000, 500_000]) == (7, 3)
+    assert split_sequences(3, [4, 1]) == (3, 0)
 
 
 def test_impossible_splits_are_refused() -> None:

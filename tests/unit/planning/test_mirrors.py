@@ -238,7 +238,7 @@ def test_mirrors_in_place_are_the_same_object_whatever_their_order_of_storage() 
 
 def test_every_owner_is_covered_even_if_the_other_domain_is_one_slot() -> None:
     plan, cluster = _start(6, 5)
-    assert _links(plan) == {**dict.fromkeys(range(5), {5}), 5: _links(plan)[5]}
+    assert all(mirrors == {5} for owner, mirrors in _links(plan).items() if owner < 5)
     for axis, line in axis_lines(LINES).items():
         assert all(len(slots_with(plan.mirrors, axis, unit)) == 1 for unit in range(line.num_units))
     assert plan_mirrors(plan, cluster, LINES) is plan

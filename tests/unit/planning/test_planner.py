@@ -12,12 +12,7 @@ from nep.planning.validation import check_plan
 from tests.unit.planning.strategies import debug_like_lines, layouts, line_list, slots_with, units_of
 
 LINES = debug_like_lines()
-SIZES = [
-    (slots, replicas)
-    for slots in (1, 2, 3, 4, 5, 7, 8, 11, 13)
-    for replicas in (1, 2, 3)
-    if replicas <= slots
-]
+SIZES = [(slots, replicas) for slots in (1, 2, 3, 4, 5, 7, 8, 11, 13) for replicas in (1, 2, 3) if replicas <= slots]
 
 
 def _scratch(num_slots: int, num_replicas: int, slots_per_node: int = 1, lines: Lines = LINES) -> Plan:
@@ -35,9 +30,7 @@ def _bytes(layouts_: list[Layout], plan: Plan, lines: Lines) -> dict[int, int]:
 
 
 @pytest.mark.parametrize(("num_slots", "num_replicas"), SIZES)
-def test_from_scratch_every_replica_is_whole_and_every_unit_owned_once(
-    num_slots: int, num_replicas: int
-) -> None:
+def test_from_scratch_every_replica_is_whole_and_every_unit_owned_once(num_slots: int, num_replicas: int) -> None:
     plan = _scratch(num_slots, num_replicas)
     assert plan.number == 1
     assert [slot for replica in plan.replicas for slot in replica] == list(range(num_slots))
@@ -67,9 +60,7 @@ def test_from_scratch_experts_are_cut_evenly_by_the_line(num_slots: int, num_rep
             held = [normalize(plan.holders.intervals(axis, slot)) for slot in replica]
             counts = [sum(hi - lo for lo, hi in intervals) for intervals in held]
             assert max(counts) - min(counts) <= 1
-            assert [unit for one in held for lo, hi in one for unit in range(lo, hi)] == list(
-                range(line.num_units)
-            )
+            assert [unit for one in held for lo, hi in one for unit in range(lo, hi)] == list(range(line.num_units))
 
 
 def test_eight_experts_on_seven_slots_are_full_experts_and_slices() -> None:
@@ -109,9 +100,7 @@ def test_only_healthy_slots_are_planned_and_batches_follow_speed() -> None:
 @given(st.integers(1, 13), st.integers(1, 3), st.integers(1, 40))
 def test_lane_shares_sum_to_the_batch(num_slots: int, num_replicas: int, batch: int) -> None:
     assume(num_replicas <= num_slots)
-    plan = plan_from_scratch(
-        Cluster.uniform(num_slots, 4), LINES, num_replicas=num_replicas, global_batch_size=batch
-    )
+    plan = plan_from_scratch(Cluster.uniform(num_slots, 4), LINES, num_replicas=num_replicas, global_batch_size=batch)
     shares = [lane.num_sequences for lane in plan.lanes]
     assert sum(shares) == plan.global_batch_size == batch
     assert max(shares) - min(shares) <= 1
@@ -146,17 +135,15 @@ def test_ownership_of_unequal_replicas_is_near_the_mean(num_slots: int, num_repl
     assert max(owned.values()) <= 1.15 * mean + max(axis_unit_numel(lines).values())
 
 
-@pytest.mark.parametrize(("num_slots", "num_replicas"), [one for one in SIZES if one[0] > 2])
-def test_mirrors_even_out_the_state(num_slots: int, num_replicas: int) -> None:
-    """What cannot be placed under the mean is at most what the one slot owns that alone has room left:
-    everybody else is full by then, and shares it."""
+@pytest.mark.parametrize(("num_slots", "num_replicas"), [one for one in SIZES if one[0] > 1])
+def test_mirrors_leave_the_state_as_even_as_ownership(num_slots: int, num_replicas: int) -> None:
+    """Everybody owns and mirrors one owner's state, so nobody keeps more than twice the largest."""
     lines = debug_like_lines(num_layers=3, num_experts=8, units_per_expert=16, vocab_size=64)
     plan = _scratch(num_slots, num_replicas, lines=lines)
     state = _bytes([plan.owners, plan.mirrors], plan, lines)
     owned = _bytes([plan.owners], plan, lines)
-    mean = sum(state.values()) / num_slots
-    largest = max(axis_unit_numel(lines).values())
-    assert max(state.values()) <= mean + max(owned.values()) / (num_slots - 1) + 2 * largest
+    assert max(state.values()) <= 2 * max(owned.values())
+    assert min(state.values()) >= 2 * min(owned.values())
 
 
 @given(st.integers(2, 13), st.integers(1, 3), st.integers(1, 5))
@@ -172,9 +159,7 @@ def test_mirrors_are_in_another_domain_where_there_is_one(slots: int, replicas: 
 
 
 def test_redundancy_none_has_no_mirrors_and_says_what_is_unprotected() -> None:
-    plan = plan_from_scratch(
-        Cluster.uniform(4, 2), LINES, num_replicas=2, global_batch_size=4, redundancy="none"
-    )
+    plan = plan_from_scratch(Cluster.uniform(4, 2), LINES, num_replicas=2, global_batch_size=4, redundancy="none")
     assert plan.mirrors == Layout({})
     assert plan.unprotected(LINES) == [(axis, 0, line.num_units) for axis, line in axis_lines(LINES).items()]
     assert plan_mirrors(plan, Cluster.uniform(4, 2), LINES) is plan
@@ -201,8 +186,7 @@ def test_plan_mirrors_completes_any_mirrors_and_is_idempotent(data: st.DataObjec
         {
             axis: {
                 slot: normalize(
-                    (unit, unit + 1)
-                    for unit in wanted.get((axis, slot), set()) & some - owned.get((axis, slot), set())
+                    (unit, unit + 1) for unit in wanted.get((axis, slot), set()) & some - owned.get((axis, slot), set())
                 )
                 for slot in slots
             }
@@ -223,19 +207,15 @@ def test_plan_mirrors_completes_any_mirrors_and_is_idempotent(data: st.DataObjec
     after = plan_mirrors(plan, cluster, lines)
     check_plan(after, lines)
     assert after.unprotected(lines) == []
-    assert (after is plan) == (plan.unprotected(lines) == [])
+    assert (after is plan) == (after.mirrors == plan.mirrors)
     assert after.number == (4 if after is plan else 5)
     assert after.owners == plan.owners and after.holders == plan.holders
-    new = units_of(after.mirrors)
-    assert all(units <= new[where] for where, units in units_of(mirrors).items()), "a mirror moved"
     assert plan_mirrors(after, cluster, lines) is after
     domains = cluster.domains
     for axis, count in num_units.items():
         for unit in range(count):
-            if not slots_with(mirrors, axis, unit):
-                (owner,), (mirror,) = slots_with(owners, axis, unit), slots_with(after.mirrors, axis, unit)
-                others = {domains[slot] for slot in slots} - {domains[owner]}
-                assert not others or domains[mirror] in others
+            (owner,), (mirror,) = slots_with(owners, axis, unit), slots_with(after.mirrors, axis, unit)
+            assert domains[mirror] != domains[owner]
 
 
 @given(st.data())
@@ -256,9 +236,7 @@ def test_lost_is_what_has_neither_owner_nor_mirror_alive(data: st.DataObject) ->
 
 
 def test_impossible_jobs_are_refused_with_all_reasons_at_once() -> None:
-    with pytest.raises(
-        ValueError, match=r"num_replicas \(5\) cannot exceed the healthy slots \(4\); use at most 4"
-    ):
+    with pytest.raises(ValueError, match=r"num_replicas \(5\) cannot exceed the healthy slots \(4\); use at most 4"):
         plan_from_scratch(Cluster.uniform(4, 2), LINES, num_replicas=5, global_batch_size=4)
     with pytest.raises(ValueError, match="num_replicas") as caught:
         plan_from_scratch(

@@ -48,9 +48,7 @@ def test_recoveries_with_phases_in_order():
 
 def test_what_is_missing_is_not_made_up():
     assert summary({}) == ""
-    text = summary(
-        {"model": "debug", "loss": [], "recovery_s": [1.5, None], "recovery_phases_s": [{"agree": 1.0}]}
-    )
+    text = summary({"model": "debug", "loss": [], "recovery_s": [1.5, None], "recovery_phases_s": [{"agree": 1.0}]})
     rows = [re.split(r" {2,}", line.strip()) for line in text.splitlines()]
     assert "loss" not in text
     assert ["1", "1.500 s", "-", "1.000 s", "-", "-", "-"] in rows
@@ -64,6 +62,4 @@ def test_layouts_only_when_they_changed():
     after = plan_after_failure(before, cluster.fail([2]), lines)
     assert "slot 2 gone" in summary(RESULT, before=before, after=after, lines=lines, width=120)
     assert summary(RESULT, before=before, after=before, lines=lines) == summary(RESULT)
-    assert (
-        max(map(len, summary(RESULT, before=before, after=after, lines=lines, width=80).splitlines())) <= 80
-    )
+    assert max(map(len, summary(RESULT, before=before, after=after, lines=lines, width=80).splitlines())) <= 80

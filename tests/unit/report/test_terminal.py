@@ -13,9 +13,7 @@ class _Terminal(io.StringIO):
 
 
 def test_one_line_says_everything():
-    assert progress_text(7, 60, **STATE) == (
-        "step  7/60  loss 2.4134  12.3k tokens/s  gen 2  4 slots: 0-1,3-4"
-    )
+    assert progress_text(7, 60, **STATE) == ("step  7/60  loss 2.4134  12.3k tokens/s  gen 2  4 slots: 0-1,3-4")
 
 
 @pytest.mark.parametrize(
