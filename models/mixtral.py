@@ -276,6 +276,10 @@ class MixtralModel(nn.Module):
         """Global name -> line of every parameter, in forward order."""
         return parameter_lines(self.shape)
 
+    def blocks(self) -> list[DecoderLayer]:
+        """The layers in forward order; each takes and returns the tokens first."""
+        return list(self.layers)
+
     def moe_layers(self) -> dict[str, MoE]:
         """Name of the expert line -> layer, in forward order."""
         return {module.axis: module for module in self.modules() if isinstance(module, MoE)}

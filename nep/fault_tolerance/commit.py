@@ -15,7 +15,7 @@ from nep.fault_tolerance import transaction
 from nep.fault_tolerance.history import Committed
 from nep.fault_tolerance.runtime import SlotRun
 from nep.fault_tolerance.vote import Tally, VoteError, VoteKind, VoteRecord, unpack_records, verify
-from nep.parallel.grad_sync import GradSync
+from nep.parallel.grad_sync import GradSync, Reduction, Return
 from nep.parallel.optimizer import apply_adamw
 from nep.parallel.state import SlotState
 
@@ -42,8 +42,14 @@ class StepSums:
     seconds: float
 
 
-def commit_step(run: SlotRun, step: int, sums: StepSums) -> None:
-    """Phases 2 to 7 of a step: sums, prepared, vote, apply, return. All members call it.
+def commit_step(run: SlotRun, step: int, sums: StepSums, reduction: Reduction) -> None:
+    """Phases 2 to 7 of a step: sums, prepared, vote, apply, start of the return. All members call it.
+
+    The parameters return while the next forward runs; `settle` waits for all of them.
+
+    Args:
+        sums: what this slot adds.
+        reduction: the step's gradient sums, as far as backward has launched them.
 
     Raises:
         Fault: the step may or may not be committed; recovery finds out.
@@ -51,7 +57,8 @@ def commit_step(run: SlotRun, step: int, sums: StepSums) -> None:
     assert run.progress.prepared is None, "the sums of an earlier step are still needed"
     generation, sync = run.current, run.sync
     groups, waiter, probe = generation.groups, generation.waiter, run.probe_at(step)
-    sync.reduce(groups.transfer, waiter, probe)
+    settle(run)
+    reduction.finish()
     run.counts_le = sum_exact(groups.vote, sums.counts_le, waiter, "expert counts")
     run.progress = transaction.after_prepare(run.progress, step)
 
@@ -68,9 +75,21 @@ def commit_step(run: SlotRun, step: int, sums: StepSums) -> None:
     run.progress = transaction.after_vote(run.progress, step, blob, generation.members)
     probe("apply")
     apply(run)
-    sync.return_parameters(groups.transfer, waiter, step, probe)
-    run.progress = transaction.after_return(run.progress)
+    run.returning = Return(sync, groups.transfer, waiter, step, probe)
     waiter.deadline_s = run.recipe.timeouts.wait_s
+
+
+def settle(run: SlotRun) -> None:
+    """Wait until every parameter that this slot holds is of the last committed step. All members call it.
+
+    Raises:
+        Fault: some are not; `SlotState.versions` says which.
+    """
+    if run.returning is not None:
+        run.returning.finish()
+        run.returning = None
+        run.progress = transaction.after_return(run.progress)
+    assert run.state.params_version == run.progress.tx
 
 
 def apply(run: SlotRun) -> None:

@@ -7,8 +7,11 @@ loopback or on a private network only, and never store a secret in it.
 What the code below relies on was measured with torch 2.13 and is kept as tests:
 
 * `check` never blocks: about 20 us on loopback, and one round trip for any number of keys.
-* `wait` blocks in the server: no client CPU, 0.4 ms from another client's `set` to the return, and the
-  connection stays usable after a time-out (torch logs two warnings to stderr for each one).
+* `wait` blocks in the server: no client CPU, 0.4 ms from another client's `set` to the return. The connection
+  stays usable after a time-out. But a time-out logs two warnings on stderr, and to write them torch looks up
+  addresses in the DNS: milliseconds, or many seconds where no name server answers.
+* `set` is not acknowledged: another connection may miss it for a moment. Requests of one connection are
+  handled in order. `ControlStore.set` waits until the server has it.
 * A connection is one lock, held while `wait` blocks: hence `clone` for every further thread.
 * A client starts no thread, so a process may open one and stay single-threaded; a server does start one.
 * `compare_set` with expected "" sets an absent key. With any other expectation it leaves an absent key absent
@@ -143,12 +146,16 @@ class ControlStore:
         return str(self._store.get(self.prefix + key), "utf-8")
 
     def set(self, key: str, value: str) -> None:
-        """Write `key`, whatever it holds.
+        """Write `key`, whatever it holds. When this returns, every connection reads the new value.
 
         Raises:
             ValueError: the value is empty (a compare and set would take it for absent).
         """
         self._store.set(self.prefix + key, _not_empty(key, value))
+        # The server does not acknowledge a set, so another connection could still miss it, for one that of the
+        # supervisor of a trainer that sets the end flag and leaves. An answer to a later request on the same
+        # connection means that it has been done.
+        self._store.check([self.prefix + key])
 
     def compare_and_set(self, key: str, expected: str, value: str) -> str:
         """Write `key` if it holds `expected` ("": if it is absent).
@@ -165,7 +172,7 @@ class ControlStore:
     def wait(self, key: str, timeout_s: float) -> bool:
         """Wait in the server until `key` is present. False when `timeout_s` is over first.
 
-        A time-out costs about 35 ms extra and two warnings on stderr: to poll, use `exists`.
+        For waits that seldom time out: a time-out is noisy and may be late (see above). To poll, use `exists`.
         """
         try:
             self._store.wait([self.prefix + key], timedelta(seconds=max(timeout_s, 0.0)))

@@ -8,7 +8,7 @@ from collections.abc import Callable, Mapping
 from typing import Any
 
 from nep.distributed.timeouts import Timeouts
-from nep.fault_tolerance.control_store import ControlStore, decision_key, exit_key, fence_key, record_key
+from nep.fault_tolerance.control_store import ControlStore, decision_key, end_key, exit_key, fence_key, record_key
 from nep.fault_tolerance.transaction import Decision, Progress
 
 log = logging.getLogger(__name__)
@@ -20,6 +20,18 @@ _TURN_S = 0.05
 
 class LeftOut(RuntimeError):
     """The others went on without this slot: it was taken for dead."""
+
+
+class JobEnded(RuntimeError):
+    """The job is over: a member saw that all had finished, and has left or is leaving.
+
+    Args:
+        exit_code: the job's.
+    """
+
+    def __init__(self, exit_code: int):
+        super().__init__(f"the job has ended with exit code {exit_code}")
+        self.exit_code = exit_code
 
 
 def dead_members(store: ControlStore, members: tuple[int, ...]) -> set[int]:
@@ -47,6 +59,8 @@ def agree(
 
     Raises:
         LeftOut: the decision was made without this slot.
+        JobEnded: nobody will answer any more. A member that dies after it has finished breaks the generation for
+            those who still wait, while others find that all have finished.
         RuntimeError: some member neither answered nor could be fenced.
     """
     store.set(record_key(generation, own.slot), own.to_json())
@@ -57,6 +71,9 @@ def agree(
         text = store.get(decision_key(generation))
         if text is not None:
             return _checked(Decision.from_json(text), own.slot)
+        ended = store.get(end_key())
+        if ended is not None:
+            raise JobEnded(int(ended))
         now = time.monotonic()
         posted = [slot for slot in members if store.exists(record_key(generation, slot))]
         dead = dead_members(store, members)

@@ -100,7 +100,7 @@ def _park(run: SlotRun) -> None:
     """RECOVER 1: never look at the old groups, operations and their memory again."""
     if run.generation is not None:
         run.parking.park(run.generation.groups, run.generation.waiter.parked)
-    run.generation = None
+    run.generation = run.returning = None
 
 
 def _agree(run: SlotRun, number: int, members: tuple[int, ...]) -> Decision:

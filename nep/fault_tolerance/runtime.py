@@ -16,7 +16,7 @@ from nep.fault_tolerance.control_store import ControlStore
 from nep.fault_tolerance.history import History
 from nep.fault_tolerance.job import Job
 from nep.fault_tolerance.transaction import Progress
-from nep.parallel.grad_sync import GradSync
+from nep.parallel.grad_sync import GradSync, Return
 from nep.parallel.optimizer import OptimizerConfig
 from nep.parallel.state import SlotState
 from nep.planning.cluster import Cluster
@@ -73,6 +73,7 @@ class SlotRun:
         state: tensors under the committed layout, the one that `progress.layout` names.
         next_state: complete state under `progress.next_layout`, or None.
         sync: transfers compiled for `state`.
+        returning: new parameters on their way to the holders, or None.
         counts_le: global tokens per layer and expert of the prepared step.
         cluster: health as this slot knows it.
         history: what was committed.
@@ -90,6 +91,7 @@ class SlotRun:
     state: SlotState
     sync: GradSync
     next_state: SlotState | None = None
+    returning: Return | None = None
     counts_le: torch.Tensor | None = None
     history: History = field(default_factory=History)
     generation: Generation | None = None

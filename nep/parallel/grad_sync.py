@@ -2,12 +2,14 @@
 
 Every gradient is a plain sum over all holders. Each holder sends its piece straight to the owner, which adds
 in slot order and forwards the finished sum to the mirror, so both have the same bits. The return is the
-transpose. All members launch the same transfers in the same order on one communicator.
+transpose. The model is cut into buckets by layer; sums start while backward still runs, and parameters still
+return while the next forward runs (`nep.parallel.overlap` says when). All members launch the same transfers in the
+same order on one communicator, whatever they hold.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
 import torch
@@ -16,7 +18,7 @@ from nep.distributed.groups import Communicator
 from nep.distributed.waiting import Waiter
 from nep.parallel.holding import Holding, allocate
 from nep.parallel.state import SlotState, Tensors, accumulation_dtype
-from nep.parallel.transfer import CompiledTransfer, compile_transfer, launch
+from nep.parallel.transfer import CompiledTransfer, InFlight, compile_transfer, launch
 from nep.planning.layout import Layout, Lines, axes
 from nep.planning.transfer import overlaps
 
@@ -24,89 +26,215 @@ Probe = Callable[[str], None]
 
 
 @dataclass(frozen=True, kw_only=True)
-class GradSync:
-    """The compiled transfers of one slot for one plan.
+class Bucket:
+    """The parameters of one layer.
 
     Attributes:
-        grads: where backward accumulates, `[held units, *unit_shape]` in the accumulation dtype.
-        to_owner, to_mirror, to_holders: the three transfers.
+        layer: as in `Line.layer`; -1 is the embedding, the number of layers the final norm and the head.
+        names: its parameters.
+        to_owner, to_mirror, to_holders: this slot's part of the three transfers.
         returned_by: owner -> the intervals (axis, lo, hi) that it returns to this slot.
     """
 
-    state: SlotState
-    grads: Tensors
+    layer: int
+    names: tuple[str, ...]
     to_owner: CompiledTransfer
     to_mirror: CompiledTransfer
     to_holders: CompiledTransfer
     returned_by: dict[int, list[tuple[str, int, int]]]
 
+
+@dataclass(frozen=True, kw_only=True)
+class GradSync:
+    """The compiled transfers of one slot for one plan.
+
+    Attributes:
+        state: what the plan makes the slot keep.
+        grads: where backward accumulates, `[held units, *unit_shape]` in the accumulation dtype.
+        buckets: in forward order.
+    """
+
+    state: SlotState
+    grads: Tensors
+    buckets: tuple[Bucket, ...]
+
     @classmethod
     def build(cls, state: SlotState, lines: Lines, dtype: torch.dtype) -> GradSync:
-        plan, slot, names, wide = state.plan, state.slot, axes(lines), accumulation_dtype(dtype)
-        grads = allocate(plan.holders, slot, lines, wide)
-        sums = state.owned.sums()
-        returned = overlaps(plan.owners, plan.holders.restrict([slot]), tuple(names))
-        returned_by: dict[int, list[tuple[str, int, int]]] = {}
-        for piece in returned:
-            returned_by.setdefault(piece.src, []).append((piece.axis, piece.lo, piece.hi))
-
-        def compiled(
-            source: Layout, target: Layout, from_: Holding, to: Holding, travels: torch.dtype
-        ) -> CompiledTransfer:
-            # Only this slot's pieces: all pairs of slots would be far more.
-            return compile_transfer(
-                overlaps(source.restrict([slot]), target, tuple(names)),
-                overlaps(source, target.restrict([slot]), tuple(names)),
-                names,
-                sources=[from_],
-                destination=to,
-                dtype=travels,
-            )
-
-        local_grads = Holding(plan.holders, slot, grads)
-        return cls(
-            state=state,
-            grads=grads,
-            to_owner=compiled(plan.holders, plan.owners, local_grads, sums, wide),
-            to_mirror=compiled(plan.owners, plan.mirrors, sums, state.mirrored.sums(), wide),
-            to_holders=compiled(plan.owners, plan.holders, state.owned.weights(), state.held(), dtype),
-            returned_by=returned_by,
-        )
+        """Compile the transfers of `state.plan`; the same buckets on every slot."""
+        grads = allocate(state.plan.holders, state.slot, lines, accumulation_dtype(dtype))
+        by_layer: dict[int, list[str]] = {}
+        for axis, names in axes(lines).items():
+            by_layer.setdefault(lines[names[0]].layer, []).append(axis)
+        buckets = [
+            _bucket(state, grads, lines, layer, tuple(by_layer[layer]), dtype) for layer in sorted(by_layer)
+        ]
+        return cls(state=state, grads=grads, buckets=tuple(buckets))
 
     def zero_grads(self) -> None:
         torch._foreach_zero_(list(self.grads.values()))
 
-    def reduce(self, communicator: Communicator, waiter: Waiter, probe: Probe) -> None:
-        """Complete the sums of everything this slot owns or mirrors. All members call it.
-
-        Raises:
-            Fault: the sums are not complete.
-        """
-        torch._foreach_zero_(list(self.state.owned.grad_sum.values()))
-        flight = launch(self.to_owner, communicator, lambda: probe("sync"))
-        flight.finish(waiter, "gradient sums", "add")
-        flight = launch(self.to_mirror, communicator, lambda: probe("mirror"))
-        flight.finish(waiter, "mirrored gradient sums", "copy")
-
-    def return_parameters(
-        self, communicator: Communicator, waiter: Waiter, version: int, probe: Probe
-    ) -> None:
-        """Owners send the new weights to all holders. All members call it.
-
-        Every interval carries the step it is from: after a partial return only those of one step may be trusted.
-
-        Raises:
-            Fault: the parameters are still those of the step before.
-        """
-        flight = launch(self.to_holders, communicator, lambda: probe("return"))
-        flight.wait(waiter, "returned parameters")
-        versions = self.state.versions
-        for intervals in self.returned_by.values():
-            versions.update(dict.fromkeys(intervals, None))
-        flight.write("copy", lambda owner: versions.update(dict.fromkeys(self.returned_by[owner], version)))
-
     def norm2_owned(self) -> float:
         """Squared norm of the finished sums of the owned intervals, added in the order of the lines."""
-        return float(
-            sum(float(t.to(torch.float64).square().sum()) for t in self.state.owned.grad_sum.values())
+        sums = self.state.owned.grad_sum.values()
+        return float(sum(float(tensor.to(torch.float64).square().sum()) for tensor in sums))
+
+
+def _bucket(
+    state: SlotState, grads: Tensors, lines: Lines, layer: int, order: tuple[str, ...], dtype: torch.dtype
+) -> Bucket:
+    plan, slot, names, wide = state.plan, state.slot, axes(lines), accumulation_dtype(dtype)
+    returned_by: dict[int, list[tuple[str, int, int]]] = {}
+    for piece in overlaps(plan.owners, plan.holders.restrict([slot]), order):
+        returned_by.setdefault(piece.src, []).append((piece.axis, piece.lo, piece.hi))
+
+    def compiled(
+        source: Layout, target: Layout, give: Holding, take: Holding, travels: torch.dtype
+    ) -> CompiledTransfer:
+        # Only this slot's pieces: all pairs of slots would be far more.
+        return compile_transfer(
+            overlaps(source.restrict([slot]), target, order),
+            overlaps(source, target.restrict([slot]), order),
+            names,
+            sources=[give],
+            destination=take,
+            dtype=travels,
         )
+
+    sums, mirrored = state.owned.sums(), state.mirrored.sums()
+    return Bucket(
+        layer=layer,
+        names=tuple(name for axis in order for name in names[axis]),
+        to_owner=compiled(plan.holders, plan.owners, Holding(plan.holders, slot, grads), sums, wide),
+        to_mirror=compiled(plan.owners, plan.mirrors, sums, mirrored, wide),
+        to_holders=compiled(plan.owners, plan.holders, state.owned.weights(), state.held(), dtype),
+        returned_by=returned_by,
+    )
+
+
+class Reduction:
+    """The gradient sums of one step, bucket by bucket in backward order.
+
+    When bucket k is launched, bucket k - 1 is waited for, added up and sent on to the mirrors, and the mirrors'
+    part of bucket k - 2 is waited for: a fixed sequence of launches and waits, the same on all slots.
+
+    Args:
+        sync: of the current plan.
+        communicator: all members, used for transfers only.
+        waiter: how to wait.
+        probe: failure injection.
+        collect: called with each bucket just before it is launched: its gradients have to be in `sync.grads`.
+    """
+
+    def __init__(
+        self,
+        sync: GradSync,
+        communicator: Communicator,
+        waiter: Waiter,
+        probe: Probe,
+        collect: Callable[[Sequence[str]], None],
+    ):
+        self._sync = sync
+        self._communicator = communicator
+        self._waiter = waiter
+        self._probe = probe
+        self._collect = collect
+        self._left = list(sync.buckets)  # the last one is next
+        self._summing: tuple[Bucket, InFlight] | None = None
+        self._mirroring: InFlight | None = None
+
+    def reached(self, layer: int) -> None:
+        """Backward has all gradients of the layers from `layer` on: launch what has not been.
+
+        Raises:
+            Fault: the step's sums cannot be completed.
+        """
+        while self._left and self._left[-1].layer >= layer:
+            self._launch(self._left.pop())
+
+    def finish(self) -> None:
+        """Complete the sums of everything that this slot owns or mirrors. All members call it.
+
+        Raises:
+            Fault: they are not complete.
+        """
+        self.reached(-1)
+        self._add_up()
+        self._finish_mirror()
+
+    def _launch(self, bucket: Bucket) -> None:
+        self._collect(bucket.names)
+        flight = launch(bucket.to_owner, self._communicator, lambda: self._probe("sync"))
+        self._add_up()
+        self._summing = (bucket, flight)
+
+    def _add_up(self) -> None:
+        """Finish the bucket in flight and forward its sums."""
+        if self._summing is None:
+            return
+        bucket, flight = self._summing
+        self._summing = None
+        flight.wait(self._waiter, f"gradient sums of layer {bucket.layer}")
+        torch._foreach_zero_([self._sync.state.owned.grad_sum[name] for name in bucket.names])
+        flight.write("add")
+        mirroring = launch(bucket.to_mirror, self._communicator, lambda: self._probe("mirror"))
+        self._finish_mirror()
+        self._mirroring = mirroring
+
+    def _finish_mirror(self) -> None:
+        if self._mirroring is not None:
+            flight, self._mirroring = self._mirroring, None
+            flight.finish(self._waiter, "mirrored gradient sums", "copy")
+
+
+class Return:
+    """New parameters from the owners to all holders, bucket by bucket in forward order, two in flight.
+
+    Every interval carries the step it is from: after a partial return only those of one step may be trusted.
+
+    Args:
+        sync: of the current plan; its master weights are of step `version`.
+        communicator: all members, used for transfers only.
+        waiter: how to wait.
+        version: the step.
+        probe: failure injection.
+    """
+
+    _IN_FLIGHT = 2
+
+    def __init__(self, sync: GradSync, communicator: Communicator, waiter: Waiter, version: int, probe: Probe):
+        self._versions = sync.state.versions
+        self._communicator = communicator
+        self._waiter = waiter
+        self._version = version
+        self._probe = probe
+        self._left = list(sync.buckets)
+        self._flights: list[tuple[Bucket, InFlight]] = []
+        self._refill()
+
+    def need(self, layer: int) -> None:
+        """Everything up to `layer` is about to be used: wait for it. All members call it in the same order.
+
+        Raises:
+            Fault: some parameters are still those of the step before; `SlotState.versions` says which.
+        """
+        while self._flights and self._flights[0][0].layer <= layer:
+            bucket, flight = self._flights.pop(0)
+            flight.wait(self._waiter, f"returned parameters of layer {bucket.layer}")
+            for intervals in bucket.returned_by.values():
+                self._versions.update(dict.fromkeys(intervals, None))
+            flight.write("copy", self._mark(bucket))
+            self._refill()
+
+    def finish(self) -> None:
+        """Wait for all parameters. All members call it."""
+        while self._flights:
+            self.need(self._flights[0][0].layer)
+
+    def _mark(self, bucket: Bucket) -> Callable[[int], None]:
+        return lambda owner: self._versions.update(dict.fromkeys(bucket.returned_by[owner], self._version))
+
+    def _refill(self) -> None:
+        while self._left and len(self._flights) < self._IN_FLIGHT:
+            bucket = self._left.pop(0)
+            flight = launch(bucket.to_holders, self._communicator, lambda: self._probe("return"))
+            self._flights.append((bucket, flight))

@@ -105,16 +105,6 @@ def _share_lane(model: nn.Module, lines: Lines, state: SlotState, lane: SlotLane
     )
 
 
-def collect_gradients(model: nn.Module, sync: GradSync) -> None:
-    """Add gradients that backward could not accumulate in place (parameters narrower than the sums)."""
-    for name, parameter in model.named_parameters():
-        total = sync.grads[name]
-        if parameter.grad is not None and parameter.dtype != total.dtype:
-            with torch.no_grad():
-                total.add_(parameter.grad.view(total.shape))
-            parameter.grad = None
-
-
 def _module_view(line: Line, tensor: torch.Tensor) -> torch.Tensor:
     """What a module computes with: a parameter that is one unit loses the dimension of units."""
     return tensor[0] if line.kind is LineKind.WHOLE else tensor

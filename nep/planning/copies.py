@@ -156,9 +156,7 @@ def count_copies(tokens: Ints, limits: SlotLimits, num_copies: int) -> Ints:
         expert = key.argmax(axis=1)
         number = copies[layer, expert] + (left > step)
         copies[layer, expert] = number
-        key[layer, expert] = urgency(
-            tokens[layer, expert] / number, weight[layer, expert] / number, number, fair
-        )
+        key[layer, expert] = urgency(tokens[layer, expert] / number, weight[layer, expert] / number, number, fair)
     return copies
 
 

@@ -13,8 +13,9 @@ Floats = NDArray[np.float64]
 
 # A chance of exactly 1 needs an infinite weight.
 _ALMOST_ALWAYS = 1 - 1e-9
-_TOLERANCE = 1e-8
+_TOLERANCE = 1e-8  # more than _ALMOST_ALWAYS is off
 _MAX_ITERATIONS = 100
+_STEP = 0.7
 
 
 def inclusion(shares: Floats, top_k: int) -> Floats:
@@ -66,17 +67,26 @@ def hit_chance(chance: Floats, shares: Floats, top_k: int) -> Floats:
 
 
 def _weights(chance: Floats, top_k: int) -> Floats:
-    """Weights whose conditional Poisson sampling has these chances; the fixed point of Chen et al."""
-    capped = np.minimum(chance, _ALMOST_ALWAYS)
-    weights = capped / (1.0 - capped)
+    """Weights whose conditional Poisson sampling has these chances.
+
+    Fixed point on odds. A step on all of an expert's odds may go up to twice too far, since what one expert
+    gains the others lose (two experts, one choice); a part of it never does.
+    """
+    odds = _odds(chance)
+    weights = odds.copy()
     for _ in range(_MAX_ITERATIONS):
         weights /= weights.max(axis=1, keepdims=True)
         got = _chances(weights, top_k)
-        if np.abs(got - capped).max() < _TOLERANCE:
+        if np.abs(got - chance).max() < _TOLERANCE:
             break
-        known = got > 0
-        weights = np.where(known, weights * capped / np.where(known, got, 1.0), 0.0)
+        has = _odds(got)
+        weights = np.where(has > 0, weights * (odds / np.where(has > 0, has, 1.0)) ** _STEP, 0.0)
     return weights
+
+
+def _odds(chance: Floats) -> Floats:
+    capped = np.minimum(chance, _ALMOST_ALWAYS)
+    return np.asarray(capped / (1.0 - capped))
 
 
 def _chances(weights: Floats, top_k: int) -> Floats:

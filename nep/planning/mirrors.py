@@ -3,7 +3,7 @@
 Who is whose partner is decided in `nep.planning.pairing`; here that becomes a layout.
 """
 
-from collections.abc import Iterable, Mapping
+from collections.abc import Collection, Iterable, Mapping
 from dataclasses import dataclass
 
 import numpy as np
@@ -52,11 +52,11 @@ def mirror_shares(owners: Layout, mirrors: Layout, unit_sizes: Mapping[str, int]
     within = np.arange(len(mirror)) - np.repeat(np.cumsum(counts) - counts, counts)
     owner = first[mirror] + within
     units = np.minimum(owned[owner, 1], mirrored[mirror, 1]) - np.maximum(owned[owner, 0], mirrored[mirror, 0])
-    slots, sizes = _sums(owned[:, 2:3], (owned[:, 1] - owned[:, 0]) * owned[:, 3])
-    pairs, common = _sums(np.stack([owned[owner, 2], mirrored[mirror, 2]], axis=1), units * owned[owner, 3])
+    width = int(max(owned[:, 2].max(initial=0), mirrored[:, 2].max(initial=0))) + 1
+    pairs = _sums(owned[owner, 2] * width + mirrored[mirror, 2], units * owned[owner, 3])
     return Shares(
-        owned={slot: size for (slot,), size in zip(slots, sizes, strict=True)},
-        mirrored={(one, other): size for (one, other), size in zip(pairs, common, strict=True)},
+        owned=_sums(owned[:, 2], (owned[:, 1] - owned[:, 0]) * owned[:, 3]),
+        mirrored={divmod(pair, width): size for pair, size in pairs.items()},
     )
 
 
@@ -93,8 +93,8 @@ def place_mirrors(plan: Plan, cluster: Cluster, lines: Lines) -> Layout:
         away = [slot for slot in slots if domains[slot] != domains[alone[0]]]
         loads = _loads(shares, domains, partner)
         spread = _spread(plan, alone, {slot: loads[slot] for slot in away}, sizes, 2 * max(owned.values()))
-    mirrors = _layout(plan, domains, partner, spread, sizes)
-    return plan.mirrors if mirrors == plan.mirrors else mirrors
+    cuts = _cuts(plan, domains, partner, spread, sizes)
+    return plan.mirrors if cuts == plan.mirrors.cuts else Layout(cuts)
 
 
 def _rows(layout: Layout, starts: Mapping[str, int], unit_sizes: Mapping[str, int]) -> NDArray[np.int64]:
@@ -109,14 +109,12 @@ def _rows(layout: Layout, starts: Mapping[str, int], unit_sizes: Mapping[str, in
     return np.array(rows, dtype=np.int64).reshape(-1, 4)
 
 
-def _sums(keys: NDArray[np.int64], values: NDArray[np.int64]) -> tuple[list[list[int]], list[int]]:
-    """The different rows of ``keys`` and the sum of the values of each."""
-    if not len(keys):
-        return [], []
-    different, where = np.unique(keys, axis=0, return_inverse=True)
+def _sums(keys: NDArray[np.int64], values: NDArray[np.int64]) -> dict[int, int]:
+    """Key -> the sum of its values."""
+    different, where = np.unique(keys, return_inverse=True)
     sums = np.zeros(len(different), dtype=np.int64)
-    np.add.at(sums, where.reshape(-1), values)
-    return different.tolist(), sums.tolist()
+    np.add.at(sums, where, values)
+    return dict(zip(different.tolist(), sums.tolist(), strict=True))
 
 
 def _partners_so_far(shares: Shares, domains: Mapping[int, int]) -> dict[int, int]:
@@ -169,50 +167,67 @@ def _spread(
         sizes: axis -> elements of one unit.
         level: what a slot may keep in any case, in elements.
     """
-    owned = {(owner, axis): plan.owners.intervals(axis, owner) for owner in alone for axis in sizes}
-    total = sum(loads.values()) + sum(count_units(intervals) * sizes[axis] for (_, axis), intervals in owned.items())
-    # One unit of slack for each slot is never used up by what does not fit at the end of its room.
+    owned = {owner: {axis: normalize(plan.owners.intervals(axis, owner)) for axis in sizes} for owner in alone}
+    total = sum(loads.values())
+    total += sum(count_units(todo) * sizes[axis] for rest in owned.values() for axis, todo in rest.items())
+    # A slot wastes less than one unit at the end of its room, so that one more for each is enough for all.
     limit = max(level, -(-total // len(loads))) + max(sizes.values())
-    room = {slot: limit - load for slot, load in loads.items()}
-    assigned: Assigned = {}
+    rooms = _Rooms({slot: limit - load for slot, load in loads.items()}, sizes)
+    known = {
+        owner: {slot for axis in sizes for slot in rooms.keep(axis, rest, plan.mirrors.by_slot(axis))}
+        for owner, rest in owned.items()
+    }
+    for owner, rest in owned.items():
+        rooms.fill(rest, prefer=known[owner])
+    return rooms.assigned
 
-    def give(axis: str, slot: int, interval: Interval) -> None:
-        assigned.setdefault(axis, {}).setdefault(slot, []).append(interval)
-        room[slot] -= (interval[1] - interval[0]) * sizes[axis]
 
-    served: dict[int, set[int]] = {}
-    for (owner, axis), intervals in owned.items():
-        rest = normalize(intervals)
-        for slot, mirrored in sorted(plan.mirrors.by_slot(axis).items()) if rest else ():
-            if slot not in room:
-                continue
-            for lo, hi in intersect(mirrored, rest):
-                stop = min(hi, lo + max(0, room[slot]) // sizes[axis])
+class _Rooms:
+    """Slots with room for so many elements, and what was put there."""
+
+    def __init__(self, free: dict[int, int], sizes: Mapping[str, int]) -> None:
+        self.assigned: Assigned = {}
+        self._free = free
+        self._sizes = sizes
+
+    def keep(self, axis: str, rest: dict[str, Intervals], mirrored: Mapping[int, Intervals]) -> list[int]:
+        """Leaves in place what fits of what is mirrored already, and takes it off the rest."""
+        keeping: list[int] = []
+        for slot in sorted(mirrored.keys() & self._free.keys()):
+            for lo, hi in intersect(mirrored[slot], rest[axis]):
+                stop = min(hi, lo + max(0, self._free[slot]) // self._sizes[axis])
                 if lo < stop:
-                    give(axis, slot, (lo, stop))
-                    served.setdefault(owner, set()).add(slot)
-                    rest = subtract(rest, [(lo, stop)])
-        owned[owner, axis] = rest
-    for owner in alone:
-        known = served.get(owner, set())
-        order = sorted(room, key=lambda slot: (slot not in known, -room[slot], slot))
-        for axis, size in sizes.items():
-            for lo, hi in owned[owner, axis]:
+                    self._give(axis, slot, lo, stop)
+                    rest[axis] = subtract(rest[axis], [(lo, stop)])
+                    keeping.append(slot)
+        return keeping
+
+    def fill(self, rest: Mapping[str, Intervals], prefer: Collection[int]) -> None:
+        """Finds room for all of the rest."""
+        order = sorted(self._free, key=lambda slot: (slot not in prefer, -self._free[slot], slot))
+        for axis, intervals in rest.items():
+            size = self._sizes[axis]
+            for lo, hi in intervals:
                 while lo < hi:
-                    slot = next((slot for slot in order if room[slot] >= size), -1)
-                    stop = min(hi, lo + room[slot] // size) if slot >= 0 else hi
+                    slot = next((slot for slot in order if self._free[slot] >= size), -1)
+                    stop = min(hi, lo + self._free[slot] // size) if slot >= 0 else hi
                     if slot < 0:  # full everywhere, by mirrors that cannot move: over the limit then
-                        slot = max(order, key=lambda slot: (room[slot], -slot))
-                    give(axis, slot, (lo, stop))
+                        slot = max(order, key=lambda slot: (self._free[slot], -slot))
+                    self._give(axis, slot, lo, stop)
                     lo = stop
-    return assigned
+
+    def _give(self, axis: str, slot: int, lo: int, hi: int) -> None:
+        self.assigned.setdefault(axis, {}).setdefault(slot, []).append((lo, hi))
+        self._free[slot] -= (hi - lo) * self._sizes[axis]
 
 
-def _layout(
+def _cuts(
     plan: Plan, slots: Mapping[int, int], partner: Mapping[int, int], spread: Assigned, axes: Iterable[str]
-) -> Layout:
-    """What the partners mirror and what is spread; a slot that mirrors the same units as before keeps their
-    order of storage."""
+) -> dict[str, dict[int, Intervals]]:
+    """What the partners mirror and what is spread, as a layout has it.
+
+    A slot that mirrors the same units as before keeps their order of storage.
+    """
     cuts: dict[str, dict[int, Intervals]] = {}
     for axis in axes:
         before = plan.mirrors.by_slot(axis)
@@ -224,9 +239,11 @@ def _layout(
                 for slot, mirrored in before.items():
                     if slot != owner:
                         cut.setdefault(slot, []).extend(intersect(mirrored, intervals))
-        new = {slot: normalize(intervals) for slot, intervals in cut.items()}
-        cuts[axis] = {
-            slot: before[slot] if slot in before and normalize(before[slot]) == intervals else intervals
-            for slot, intervals in new.items()
-        }
-    return Layout(cuts)
+        new = {slot: normalize(intervals) for slot, intervals in cut.items() if intervals}
+        for slot, intervals in new.items():
+            old = before.get(slot, ())
+            if old != intervals and normalize(old) == intervals:
+                new[slot] = old
+        if new:
+            cuts[axis] = new
+    return cuts

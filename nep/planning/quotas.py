@@ -26,81 +26,61 @@ _Branch = tuple[int, int, list[int]]
 """A shared expert in a tree: its position, the slot above it (-1: none), the slots below it."""
 
 
-class LayerQuotas:
-    """Quotas for the copies of one layer, prepared once and solved in every step.
+class TokenGraph:
+    """The experts of one layer that have several copies, and the slots that share them.
 
     Args:
-        copies: ``[experts, slots]``, 1 where a slot has a copy of an expert.
+        hosts: for each such expert the slots with a copy, ascending, at least one.
         speeds: relative speed of each slot, positive integers.
+        total_speed: of the slots that have any copy of the layer.
     """
 
-    def __init__(self, copies: NDArray[np.int8], speeds: Sequence[int]) -> None:
-        self.shape: tuple[int, int] = (copies.shape[0], copies.shape[1])
-        self.speeds = list(speeds)
-        num_copies = copies.sum(axis=1, dtype=np.int64)
-        self._orphans = np.flatnonzero(num_copies == 0)
-        self._single = np.flatnonzero(num_copies == 1)
-        self._single_slot = copies[self._single].argmax(axis=1)
-        self._shared = np.flatnonzero(num_copies > 1)
-        position, slot = np.nonzero(copies[self._shared])
-        self._shared_at = (self._shared[position], slot)
-        self._hosts: list[list[int]] = [[] for _ in range(len(self._shared))]
-        self._on_slot: list[list[int]] = [[] for _ in range(copies.shape[1])]
-        for expert, host in zip(position.tolist(), slot.tolist(), strict=True):
-            self._hosts[expert].append(host)
-            self._on_slot[host].append(expert)
-        self._host_speeds = [sum(self.speeds[host] for host in hosts) for hosts in self._hosts]
-        used = copies.any(axis=0).tolist()
-        self._total_speed = sum(speed for speed, any_copy in zip(speeds, used, strict=True) if any_copy)
+    def __init__(self, hosts: list[list[int]], speeds: list[int], total_speed: int) -> None:
+        self.hosts = hosts
+        self.speeds = speeds
+        self.total_speed = total_speed
+        self._host_speeds = [sum([speeds[host] for host in of_expert]) for of_expert in hosts]
+        self._on_slot: list[list[int]] = [[] for _ in speeds]
+        for expert, of_expert in enumerate(hosts):
+            for host in of_expert:
+                self._on_slot[host].append(expert)
 
-    def split(self, counts: Counts) -> Counts:
-        """Quotas ``[experts, slots]`` of the counts ``[experts]``; see `QuotaSolver.split`."""
-        shares, _ = self.solve(counts)
-        quotas = np.zeros(self.shape, dtype=np.int64)
-        quotas[self._single, self._single_slot] = counts[self._single]
-        quotas[self._shared_at] = [
-            share[host] for share, hosts in zip(shares, self._hosts, strict=True) for host in hosts
-        ]
-        return quotas
+    def solve(self, counts: list[int], tokens: list[int]) -> tuple[list[dict[int, int]], list[int]]:
+        """Shares out the counts so that the level of the fullest slot is as low as possible.
 
-    def solve(self, counts: Counts) -> tuple[list[dict[int, int]], list[int]]:
-        """Shares of each shared expert, slot -> tokens, and the tokens of each slot.
+        Args:
+            counts: tokens of each expert of the graph.
+            tokens: what each slot has besides; becomes what it has in all.
 
-        Raises:
-            ValueError: if an expert without a copy has tokens.
+        Returns:
+            For each expert slot -> tokens, and the slots that no token can leave and that are therefore as full as
+            they are; empty if all slots are within a token of the average.
         """
-        if counts[self._orphans].any():
-            expert = int(self._orphans[counts[self._orphans] > 0][0])
-            raise ValueError(f"expert {expert} has {counts[expert]} tokens and no copy; place one")
-        base = np.zeros(self.shape[1], dtype=np.int64)
-        np.add.at(base, self._single_slot, counts[self._single])
-        tokens: list[int] = base.tolist()
-        shares = self._proportional(counts[self._shared].tolist(), tokens)
+        shares = self._proportional(counts, tokens)
         total = sum(tokens)
         rounds = 0
         while True:
             top = self._fullest(tokens)
             # `excess / speed` is the level that the fullest slot would keep with one token less.
             excess, speed = tokens[top] - 1, self.speeds[top]
-            if excess * self._total_speed < total * speed:
-                break
+            if excess * self.total_speed < total * speed:
+                return shares, []
             reached, branches = self._reach(top, shares)
             inside = sum([tokens[slot] for slot in reached])
             # No token can leave the reached slots: if their average level is as high, nothing better exists.
             if excess * sum([self.speeds[slot] for slot in reached]) < inside * speed:
-                break
+                return shares, reached
             if rounds < _TREE_ROUNDS:
                 self._even_out(reached, branches, shares, tokens)
             else:
                 self._take_path(reached, branches, shares, tokens)
             rounds += 1
-        return shares, tokens
 
     def _proportional(self, counts: list[int], tokens: list[int]) -> list[dict[int, int]]:
         """Shares in proportion to speed, the remainder on the first host; adds them to ``tokens``."""
         speeds = self.speeds
         shares: list[dict[int, int]] = []
-        for count, hosts, host_speed in zip(counts, self._hosts, self._host_speeds, strict=True):
+        for count, hosts, host_speed in zip(counts, self.hosts, self._host_speeds, strict=True):
             left = count
             share: dict[int, int] = {}
             for host in hosts[1:]:
@@ -137,7 +117,7 @@ class LayerQuotas:
                 if not minus_tokens:
                     break
                 visited.add(expert)
-                below = [host for host in self._hosts[expert] if not seen[host]]
+                below = [host for host in self.hosts[expert] if not seen[host]]
                 if below:
                     branches.append((expert, slot, below))
                     reached += below
@@ -173,7 +153,8 @@ class LayerQuotas:
     ) -> None:
         """Moves tokens from the fullest slot to the emptiest that it reaches, in place.
 
-        The fullest keeps a level that is not below the other's, so the sum of tokens squared over speed falls.
+        The fullest keeps a level that is not below the other's. So the highest level with one token less falls, or
+        fewer slots have it, and that cannot go on for ever.
         """
         speeds = self.speeds
         above_of = {host: (expert, above) for expert, above, below in branches for host in below}
@@ -270,6 +251,56 @@ def _overflow(
             found.update(new)
             over += new
     return found, over_experts
+
+
+class LayerQuotas:
+    """Quotas for the copies of one layer, prepared once and solved in every step.
+
+    Args:
+        copies: ``[experts, slots]``, 1 where a slot has a copy of an expert.
+        speeds: relative speed of each slot, positive integers.
+    """
+
+    def __init__(self, copies: NDArray[np.int8], speeds: list[int]) -> None:
+        self.shape: tuple[int, int] = (copies.shape[0], copies.shape[1])
+        num_copies = copies.sum(axis=1, dtype=np.int64)
+        self._orphans = np.flatnonzero(num_copies == 0)
+        self._single = np.flatnonzero(num_copies == 1)
+        self._single_slot = copies[self._single].argmax(axis=1)
+        self._shared = np.flatnonzero(num_copies > 1)
+        position, slot = np.nonzero(copies[self._shared])
+        self._shared_at = (self._shared[position], slot)
+        hosts: list[list[int]] = [[] for _ in range(len(self._shared))]
+        for expert, host in zip(position.tolist(), slot.tolist(), strict=True):
+            hosts[expert].append(host)
+        used = copies.any(axis=0).tolist()
+        total_speed = sum(speed for speed, any_copy in zip(speeds, used, strict=True) if any_copy)
+        self.graph = TokenGraph(hosts, speeds, total_speed)
+
+    def split(self, counts: Counts) -> Counts:
+        """Quotas ``[experts, slots]`` of the counts ``[experts]``; see `QuotaSolver.split`."""
+        shares, _ = self.solve(counts)
+        quotas = np.zeros(self.shape, dtype=np.int64)
+        quotas[self._single, self._single_slot] = counts[self._single]
+        quotas[self._shared_at] = [
+            share[host] for share, hosts in zip(shares, self.graph.hosts, strict=True) for host in hosts
+        ]
+        return quotas
+
+    def solve(self, counts: Counts) -> tuple[list[dict[int, int]], list[int]]:
+        """Shares of each expert with several copies, slot -> tokens, and the tokens of each slot.
+
+        Raises:
+            ValueError: if an expert without a copy has tokens.
+        """
+        if counts[self._orphans].any():
+            expert = int(self._orphans[counts[self._orphans] > 0][0])
+            raise ValueError(f"expert {expert} has {counts[expert]} tokens and no copy; place one")
+        base = np.zeros(self.shape[1], dtype=np.int64)
+        np.add.at(base, self._single_slot, counts[self._single])
+        tokens: list[int] = base.tolist()
+        shares, _ = self.graph.solve(counts[self._shared].tolist(), tokens)
+        return shares, tokens
 
 
 class QuotaSolver:

@@ -20,8 +20,9 @@ from nep.planning.plan import Plan
 Graph = dict[int, frozenset[int]]
 """Vertex -> its neighbours."""
 
-MAX_VISITS = 500_000
-"""Vertices that exact counting may look at, over all case distinctions: about a second."""
+MAX_WORK = 500_000
+"""Vertices that exact counting may look at in all case distinctions (and products of large polynomials, sixteen
+multiplications for a vertex): a second or two."""
 
 MAX_DEPTH = 200
 """Case distinctions within one another; Python's own limit is not far above."""
@@ -180,7 +181,7 @@ class _Counter:
 
     def __init__(self, limit: int) -> None:
         self._limit = limit
-        self._visits = 0
+        self._work = 0
         self._depth = 0
 
     def count(self, graph: Graph) -> list[int]:
@@ -199,15 +200,20 @@ class _Counter:
         return total
 
     def _branch(self, graph: Graph) -> list[int]:
-        self._visits += len(graph)
+        self._spend(len(graph))
         self._depth += 1
-        if self._visits > MAX_VISITS or self._depth > MAX_DEPTH:
+        if self._depth > MAX_DEPTH:
             raise _TooTangled
         vertex = max(graph, key=lambda one: (len(graph[one]), -one))
         without = self.count(_less(graph, {vertex}))
         having = self.count(_less(graph, {vertex, *graph[vertex]}))
         self._depth -= 1
         return [a + b for a, b in zip(without, [0, *having], strict=False)]
+
+    def _spend(self, work: int) -> None:
+        self._work += work
+        if self._work > MAX_WORK:
+            raise _TooTangled
 
     def _line(self, kind: str, length: int) -> list[int]:
         """Independent sets of a path, C(n-k+1, k), or a ring, n/(n-k) C(n-k, k); of sets of k among n."""
@@ -216,6 +222,7 @@ class _Counter:
         return [length * math.comb(length - k, k) // (length - k) if k < length else 0 for k in range(self._limit + 1)]
 
     def _times(self, a: list[int], b: list[int]) -> list[int]:
+        self._spend((len(a) - a.count(0)) * self._limit // 16)
         product = [0] * (self._limit + 1)
         for i, x in enumerate(a):
             if x:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Literal
@@ -11,6 +12,8 @@ import torch
 from nep.fault_tolerance.injection import Failure
 from nep.parallel.optimizer import OptimizerConfig
 from nep.planning.shapes import ModelShape
+
+_LONGEST_BASE_S = 86_400
 
 DTYPES = {"float64": torch.float64, "float32": torch.float32, "bfloat16": torch.bfloat16}
 
@@ -106,8 +109,11 @@ class TrainConfig:
             )
         if self.validation_sequences < 0:
             problems.append(f"validation_sequences ({self.validation_sequences}) must not be negative")
-        if not self.timeout_base_s > 0:
-            problems.append(f"timeout_base_s ({self.timeout_base_s}) must be a positive number of seconds")
+        if not 0 < self.timeout_base_s <= _LONGEST_BASE_S:
+            problems.append(
+                f"timeout_base_s ({self.timeout_base_s}) must be a positive number of seconds, at most a day's "
+                f"({_LONGEST_BASE_S})"
+            )
         return problems
 
     def _unsupported(self) -> list[str]:
@@ -132,8 +138,24 @@ class TrainConfig:
 
     def _file_problems(self) -> list[str]:
         named = {"loads_out": self.loads_out, "save_params": self.save_params, "json": self.json}
-        return [
-            f"{name} ({path}): the folder {path.parent} does not exist; create it first"
-            for name, path in named.items()
-            if path is not None and not path.parent.is_dir()
-        ]
+        problems = []
+        for name, path in named.items():
+            if path is None:
+                continue
+            if os.path.isdir(path):
+                problems.append(f"{name} ({path}) is a folder; name a file in it")
+            elif not os.path.isdir(path.parent):
+                problems.append(f"{name} ({path}): the folder {path.parent} does not exist; create it first")
+            elif not _is_writable(path.parent):
+                problems.append(f"{name} ({path}): the folder {path.parent} cannot be written to; choose another")
+        run_dir = self.run_dir.absolute()
+        there = next(path for path in (run_dir, *run_dir.parents) if os.path.lexists(path))
+        if not os.path.isdir(there):
+            problems.append(f"run_dir ({self.run_dir}): {there} is no folder; choose another --run-dir")
+        elif not _is_writable(there):
+            problems.append(f"run_dir ({self.run_dir}): {there} cannot be written to; choose another --run-dir")
+        return problems
+
+
+def _is_writable(folder: Path) -> bool:
+    return os.access(folder, os.W_OK | os.X_OK, effective_ids=os.access in os.supports_effective_ids)

@@ -10,8 +10,8 @@ import torch
 from torch import nn
 
 from nep.fault_tolerance.commit import StepSums
-from nep.parallel.grad_sync import GradSync
-from nep.parallel.parallelize import collect_gradients
+from nep.parallel.grad_sync import GradSync, Reduction
+from nep.parallel.overlap import Overlap
 from nep.planning.batch import split_sequences
 from nep.planning.plan import Plan
 from nep.train.data import SampleSource, expected_hash
@@ -37,18 +37,23 @@ def share_of(plan: Plan, slot: int) -> tuple[int, int, int]:
 
 def forward_backward(
     model: nn.Module,
+    overlap: Overlap,
     sync: GradSync,
+    reduction: Reduction,
     data: SampleSource,
     *,
     first_sample: int,
     micro_batch_size: int,
     probe: Callable[[str], None],
 ) -> StepSums:
-    """Run this slot's rounds of one step, gradients of the summed loss adding up in `sync.grads`.
+    """Run this slot's rounds of one step, gradients of the summed loss adding up in `sync.grads`, and start the sums
+    over slots while the last round's backward runs. `reduction.finish` is left to the caller.
 
     All lanes of a replica run equally many rounds; a lane that has run out of samples joins with none.
 
     Args:
+        overlap: of the model.
+        reduction: of this step, nothing launched yet.
         first_sample: global index of the step's first sample.
         micro_batch_size: sequences per round.
         probe: failure injection.
@@ -60,7 +65,8 @@ def forward_backward(
     start = time.perf_counter()
     loss_sum, tokens, samples, sample_hash = 0.0, 0, 0, 0
     counts_le: torch.Tensor | None = None
-    for round_index in range(max(1, math.ceil(most / micro_batch_size))):
+    num_rounds = max(1, math.ceil(most / micro_batch_size))
+    for round_index in range(num_rounds):
         done = round_index * micro_batch_size
         size = max(0, min(micro_batch_size, count - done))
         first = first_sample + offset + done
@@ -68,8 +74,10 @@ def forward_backward(
         output = model(tokens_bt, targets_bt)
         if round_index == 0:
             output.loss.total.register_hook(lambda _: probe("backward"))
+        overlap.reduction = reduction if round_index == num_rounds - 1 else None
         output.loss.total.backward()
-        collect_gradients(model, sync)
+        overlap.reduction = None
+        overlap.collect_all()
         loss_sum += float(output.loss.own)
         tokens += output.loss.num_tokens
         if speaks:

@@ -14,19 +14,20 @@ from nep.distributed.collectives import all_gather_bytes
 from nep.distributed.groups import create_device
 from nep.distributed.timeouts import Timeouts
 from nep.distributed.waiting import Fault
-from nep.fault_tolerance.commit import commit_layout, commit_step
+from nep.fault_tolerance.commit import commit_layout, commit_step, settle
 from nep.fault_tolerance.connections import Connections
 from nep.fault_tolerance.control_store import ControlStore, decision_key, end_key, finished_key
 from nep.fault_tolerance.history import Committed
 from nep.fault_tolerance.injection import Injector
 from nep.fault_tolerance.job import Job
-from nep.fault_tolerance.membership import LeftOut
+from nep.fault_tolerance.membership import JobEnded, LeftOut
 from nep.fault_tolerance.recovery import CheckpointNeeded, enter_generation, recover
 from nep.fault_tolerance.runtime import Recipe, SlotRun
 from nep.fault_tolerance.timeline import Recovery
 from nep.fault_tolerance.transaction import Decision, Progress
-from nep.parallel.grad_sync import GradSync
+from nep.parallel.grad_sync import GradSync, Reduction
 from nep.parallel.migrate import migrate
+from nep.parallel.overlap import Overlap
 from nep.parallel.parallelize import parallelize
 from nep.parallel.state import SlotState
 from nep.planning.cluster import Cluster
@@ -85,6 +86,8 @@ class Trainer:
         self.plans: list[Plan] = []
         self.validation_losses: list[float] = []  # before the first step, after the last
         self.model: nn.Module
+        self._overlap: Overlap
+        self._protected = 0  # number of a plan that cannot be protected any better
         self.run_state: SlotRun
 
     # What hooks may read.
@@ -126,6 +129,9 @@ class Trainer:
             self._announce(str(lost))
             store.compare_and_set(end_key(), "", "3")
             return 3
+        except JobEnded as over:
+            log.info("%s", over)
+            return over.exit_code
         except LeftOut as left:
             self._announce(str(left))
             return 1
@@ -233,6 +239,7 @@ class Trainer:
             waiter=run.current.waiter,
             probe=lambda phase: run.probe(phase, self.step + 1),
         )
+        self._overlap = Overlap(self.model, run.sync.grads)
         self.plans.append(self.plan)
         self.hooks.on_plan(self, self.plan)
 
@@ -247,15 +254,22 @@ class Trainer:
         while self.step < config.steps:
             step = self.step + 1
             follow_generation(run.current.number, self.plan.replica_of(self.slot), self.slot, step)
+            generation, probe = run.current, run.probe_at(step)
+            reduction = Reduction(
+                run.sync, generation.groups.transfer, generation.waiter, probe, self._overlap.collect
+            )
             sums = forward_backward(
                 self.model,
+                self._overlap,
                 run.sync,
+                reduction,
                 self.data,
                 first_sample=self.step * config.global_batch_size,
                 micro_batch_size=config.micro_batch_size,
-                probe=run.probe_at(step),
+                probe=probe,
             )
-            commit_step(run, step, sums)
+            commit_step(run, step, sums, reduction)
+            self._overlap.returning = run.returning
             self._resumed()
             self.hooks.on_commit(self, run.history.steps[-1])
             self._protect()
@@ -275,9 +289,13 @@ class Trainer:
     def _protect(self) -> None:
         """Complete the mirrors after a loss: the next layout transaction. All slots decide alike."""
         run = self.run_state
+        if self._protected == self.plan.number:
+            return
         plan = plan_mirrors(self.plan, run.cluster, run.recipe.lines)
+        self._protected = plan.number
         if plan is self.plan:
             return
+        settle(run)
         log.warning("completing the mirrors as layout %d", plan.number)
         moved = migrate(
             run.state,
@@ -297,6 +315,7 @@ class Trainer:
     def _validate(self) -> float:
         """Mean loss over the held-out sequences, the same number on every slot. All slots call it."""
         config, run = self.config, self.run_state
+        settle(run)
         count = min(config.validation_sequences, self.data.num_validation_samples)
         if count == 0:
             return float("nan")

@@ -8,7 +8,8 @@ from collections.abc import Sequence
 import torch
 
 from models.mixtral import build
-from nep.parallel.grad_sync import GradSync
+from nep.parallel.grad_sync import GradSync, Reduction
+from nep.parallel.overlap import Overlap
 from nep.parallel.parallelize import parallelize
 from nep.parallel.state import SlotState
 from nep.planning.cluster import Cluster
@@ -76,10 +77,12 @@ def step_sums(
     model = parallelize(
         build(shape, DTYPE), state=state, sync=sync, groups=me.groups, waiter=me.waiter, probe=no_probe
     )
+    overlap = Overlap(model, sync.grads)
+    reduction = Reduction(sync, me.groups.transfer, me.waiter, no_probe, overlap.collect)
     sums = forward_backward(
-        model, sync, samples(), first_sample=0, micro_batch_size=micro_batch_size, probe=no_probe
+        model, overlap, sync, reduction, samples(), first_sample=0, micro_batch_size=micro_batch_size, probe=no_probe
     )
-    sync.reduce(me.groups.transfer, me.waiter, no_probe)
+    reduction.finish()
     return sync, sums.loss
 
 

@@ -8,7 +8,7 @@ from collections.abc import Sequence
 import pytest
 import torch
 
-from nep.parallel.grad_sync import GradSync
+from nep.parallel.grad_sync import GradSync, Return
 from nep.parallel.migrate import migrate
 from nep.parallel.state import SlotState
 from nep.planning.layout import LineKind, axes
@@ -100,6 +100,18 @@ def test_members_launch_the_same_operations_in_the_same_order() -> None:
         assert len(sequences) == 1, name
 
 
+def test_sums_travel_while_backward_still_runs() -> None:
+    """Each layer's transfer starts before the backward of the layers below it dispatches."""
+    lines = parameter_lines(SHAPE)
+    plan = make_plan(2, 1, [], lines)
+    states = {slot: make_state(plan, slot, lines) for slot in plan.slots}
+    launched = run_slots(plan.replicas, lambda me: (step_sums(me, states[me.slot], SHAPE), me.operations)[1])[0]
+    order = [communicator for communicator, _ in launched]
+    last_dispatch = len(order) - 1 - order[::-1].index("dispatch-0")
+    # Head, and the upper of two layers; the lower layer and the embedding have nothing left to hide behind.
+    assert order[:last_dispatch].count("transfer") >= 2
+
+
 def test_a_move_and_back_is_the_identity_and_what_stays_is_not_copied() -> None:
     lines = parameter_lines(SHAPE)
     before = make_plan(4, 2, [], lines)
@@ -189,7 +201,11 @@ def test_returned_parameters_carry_their_step() -> None:
         state = states[me.slot]
         for tensor in state.owned.master.values():
             tensor.add_(1.0)
-        GradSync.build(state, lines, DTYPE).return_parameters(me.groups.transfer, me.waiter, 1, no_probe)
+        sync = GradSync.build(state, lines, DTYPE)
+        returning = Return(sync, me.groups.transfer, me.waiter, 1, no_probe)
+        returning.need(0)
+        assert state.params_version is None, "the later layers are still of the step before"
+        returning.finish()
 
     run_slots(plan.replicas, body)
     expected = {name: tensor + 1.0 for name, tensor in whole_model(lines).items()}

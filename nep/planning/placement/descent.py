@@ -131,14 +131,20 @@ def _rows(front: _Front, rows: Integers) -> _Front:
 
 
 def _pieces(held: Integers) -> tuple[Integers, Integers]:
-    """The experts of which something is held, and how much: two ``[..., K]`` arrays, padded with 0 units."""
-    most = max(1, int((held > 0).sum(axis=-1).max(initial=0)))
-    if most * 2 >= held.shape[-1]:
-        return np.broadcast_to(np.arange(held.shape[-1]), held.shape), held
-    experts = np.argpartition(-held, most - 1, axis=-1)[..., :most]
-    # Ascending, so that ties go to the first expert whatever the partition does with them.
-    experts = np.sort(experts, axis=-1)
-    return experts, np.take_along_axis(held, experts, axis=-1)
+    """The experts of which something is held, ascending, and how much: two ``[..., K]`` arrays.
+
+    They are padded with 0 units of expert 0.
+    """
+    rows = held.reshape(-1, held.shape[-1])
+    row, expert = np.nonzero(rows)
+    counts = np.bincount(row, minlength=rows.shape[0])
+    place = np.arange(row.size) - np.repeat(np.cumsum(counts) - counts, counts)
+    shape = (rows.shape[0], max(1, int(counts.max(initial=0))))
+    experts, units = np.zeros(shape, dtype=np.int64), np.zeros(shape, dtype=np.int64)
+    experts[row, place] = expert
+    units[row, place] = rows[row, expert]
+    wide = (*held.shape[:-1], shape[1])
+    return experts.reshape(wide), units.reshape(wide)
 
 
 def _best_move(state: State, front: _Front, rules: Rules) -> _Change:

@@ -8,7 +8,7 @@ from numpy.typing import ArrayLike
 from nep.planning.costs import PlacementCost
 from nep.planning.loads import ExpertLoads
 from nep.planning.placement.bounds import Bound, lower_bound
-from nep.planning.placement.paying_cuts import place_with_cuts, polish
+from nep.planning.placement.paying_cuts import cut_what_pays, polish
 from nep.planning.placement.pool import loose_limits, relabel, split_pool
 from nep.planning.placement.problem import Cut, Floats, Integers, Problem, slot_seconds
 from nep.planning.placement.state import State
@@ -109,7 +109,8 @@ class _Best:
             held: ``[n, S, E]``, a complete cut of these.
             note: of the other layers.
         """
-        seconds = slot_seconds(self.problem.select(layers), held).max(axis=1)
+        problem = self.problem if layers.size == self.problem.num_layers else self.problem.select(layers)
+        seconds = slot_seconds(problem, held).max(axis=1)
         # By more than rounding, so that plans do not hang on the last bit; earlier ways are simpler ones.
         better = np.flatnonzero(seconds < self.seconds[layers] * (1 - 1e-9))
         self.held[layers[better]] = held[better]
@@ -138,7 +139,7 @@ class _Best:
     def placement(self, bound: Bound) -> Placement:
         """The result."""
         return Placement(
-            units=np.ascontiguousarray(np.swapaxes(self.held, 1, 2)),
+            units=np.swapaxes(self.held, 1, 2),
             seconds=self.seconds,
             bound=bound,
             considered=self.candidates(),
@@ -155,11 +156,9 @@ def _place_by_layer(problem: Problem, cut: bool) -> Placement:
     if not cut:
         if not complete.all():
             raise ValueError(_no_whole(problem, int(np.flatnonzero(~complete)[0])))
-        _improve_whole(best)
+        _improve_whole(best, state)
         return best.placement(bound)
-    guided = problem.guided()
-    state = place_with_cuts(guided, bound.seconds)
-    polish(state)
+    state = cut_what_pays(problem.guided(), bound.seconds)
     best.offer("whole experts, then cuts that pay", everywhere, state.held)
     _offer_window(best, bound)
     return best.placement(bound)
@@ -191,15 +190,18 @@ def _offer_window(best: _Best, bound: Bound) -> None:
         best.offer("window cut, then moves that pay", layers, state.held, note)
 
 
-def _improve_whole(best: _Best) -> None:
+def _improve_whole(best: _Best, plain: State) -> None:
     """Whole experts by seconds, then moves and swaps of whole experts."""
     guided = best.problem.guided()
     layers = np.arange(guided.num_layers)
-    state = State.empty(guided)
-    left = fill_whole(state, np.ones((guided.num_layers, guided.num_experts), dtype=bool))
-    done = np.flatnonzero(~left.any(axis=1))
+    if (guided.speeds == guided.speeds[0]).all() and guided.piece_s == 0:
+        state = State.of(guided, plain.held)  # what is longest in seconds is so in load
+    else:
+        state = State.empty(guided)
+        left = fill_whole(state, np.ones((guided.num_layers, guided.num_experts), dtype=bool))
+        layers = np.flatnonzero(~left.any(axis=1))
     polish(state, cut=False)
-    best.offer("whole experts, then swaps", layers[done], state.held[done])
+    best.offer("whole experts, then swaps", layers, state.held[layers])
 
 
 def _no_whole(problem: Problem, layer: int) -> str:
@@ -243,7 +245,7 @@ def _place_in_pool(problem: Problem, cut: bool) -> Placement:
         seconds[last] = tight.seconds
         considered += tuple(replace(one, name=f"{one.name} (tight memory)") for one in tight.considered)
     pooled = Placement(
-        units=np.ascontiguousarray(np.swapaxes(result, 1, 2)),
+        units=np.swapaxes(result, 1, 2),
         seconds=seconds,
         bound=found.bound,
         considered=considered,

@@ -132,7 +132,7 @@ class Problem:
         )
 
 
-ROW_THRIFT = 0.02
+ROW_THRIFT = 0.005
 """Price of a row in a search, as a share of the arithmetic of a token, where rows cost less than that."""
 
 

@@ -122,6 +122,15 @@ def test_a_waiting_connection_blocks_itself_but_not_its_clone(store: ControlStor
     waiting.join()
 
 
+def test_a_set_is_visible_to_other_connections_when_it_returns(store: ControlStore) -> None:
+    other = store.clone()
+    missed = 0
+    for index in range(2000):
+        store.set(f"k{index}", "1")
+        missed += not other.exists(f"k{index}")
+    assert missed == 0  # TCPStore.set alone misses some, on a busy machine
+
+
 def test_exists_means_all(store: ControlStore) -> None:
     store.set("a", "1")
     store.set("bc", "1")

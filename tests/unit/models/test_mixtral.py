@@ -161,3 +161,17 @@ def test_too_long_sequences_are_refused() -> None:
     shape = dataclasses.replace(TINY, max_seq_len=8)
     with pytest.raises(ValueError, match=r"seq_len \(9\) exceeds max_seq_len \(8\)"):
         model_of(shape)(tokens_of(1, 9))
+
+
+@pytest.mark.parametrize(
+    "parts",
+    [
+        {"num_shared_experts": 1, "shared_ffn_hidden_size": 8},
+        {"num_dense_layers": 1, "dense_ffn_hidden_size": 8},
+        {"kv_latent_size": 8, "num_kv_heads": 1},
+    ],
+)
+def test_shapes_that_this_model_does_not_build_are_refused(parts: dict[str, int]) -> None:
+    shape = dataclasses.replace(preset("debug"), **parts)
+    with pytest.raises(ValueError, match=r"debug has .*, which this model does not build"):
+        build(shape, torch.float32)

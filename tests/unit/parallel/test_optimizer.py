@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import math
 from collections.abc import Iterator, Sequence
 
@@ -139,7 +140,7 @@ def test_owner_and_mirror_keep_equal_bits_whatever_their_cuts(
     lines = make_lines(num_units, unit_shape)
     places = data.draw(st.sets(st.integers(1, num_units), max_size=6), label="cuts")
     ends = sorted({0, num_units, *places})
-    cut = make_shards(lines, list(zip(ends, ends[1:], strict=False)), dtype)
+    cut = make_shards(lines, list(itertools.pairwise(ends)), dtype)
     uncut = make_shards(lines, [(0, num_units)], dtype)
     values = random_values(lines, dtype, data.draw(st.integers(0, 1000), label="seed"))
     weights = next(values)
@@ -163,7 +164,7 @@ def test_the_learning_rate_rises_linearly_and_falls_as_half_a_cosine() -> None:
     config = OptimizerConfig(lr=2.0, warmup_steps=4, min_lr_ratio=0.25)
     rates = [config.learning_rate(step, 24) for step in range(1, 25)]
     assert rates[:4] == [0.5, 1.0, 1.5, 2.0]
-    assert all(a > b for a, b in zip(rates[3:], rates[4:], strict=False))
+    assert all(a > b for a, b in itertools.pairwise(rates[3:]))
     assert rates[13] == pytest.approx((2.0 + 0.5) / 2)  # halfway between peak and end
     assert rates[23] == pytest.approx(0.5)
     assert config.learning_rate(30, 24) == pytest.approx(0.5)  # after the end it stays

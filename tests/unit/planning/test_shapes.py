@@ -31,9 +31,7 @@ def test_counts_agree_with_the_config(name: str, tied: bool) -> None:
     ("name", "total_billions", "active_billions"),
     [("mixtral-8x7b", 46.7, 12.9), ("mixtral-8x22b", 140.6, 39.2)],
 )
-def test_counts_agree_with_what_is_published(
-    name: str, total_billions: float, active_billions: float
-) -> None:
+def test_counts_agree_with_what_is_published(name: str, total_billions: float, active_billions: float) -> None:
     shape = preset(name)
     assert round(shape.num_parameters / 1e9, 1) == total_billions
     assert round(shape.num_active_parameters / 1e9, 1) == active_billions
@@ -94,8 +92,8 @@ def test_json_that_is_no_shape_is_refused(text: str) -> None:
 
 
 def test_json_with_an_unknown_field_is_refused() -> None:
-    values = json.loads(preset("debug").to_json()) | {"num_shared_experts": 1}
-    with pytest.raises(ValueError, match="num_shared_experts"):
+    values = json.loads(preset("debug").to_json()) | {"num_sharde_experts": 1}
+    with pytest.raises(ValueError, match="num_sharde_experts"):
         ModelShape.from_json(json.dumps(values))
 
 
@@ -115,3 +113,74 @@ def test_sizes_are_positive(values: dict[str, int]) -> None:
 def test_an_unknown_preset_lists_the_known() -> None:
     with pytest.raises(ValueError, match=r"'gpt'.*debug.*mixtral-8x7b"):
         preset("gpt")
+
+
+# A small model with everything that Mixtral does without.
+RICH = dataclasses.replace(
+    preset("debug"),
+    num_layers=3,
+    num_kv_heads=1,
+    num_shared_experts=2,
+    shared_ffn_hidden_size=48,
+    num_dense_layers=1,
+    dense_ffn_hidden_size=200,
+    kv_latent_size=24,
+    query_latent_size=40,
+    rope_head_dim=4,
+    value_head_dim=12,
+)
+
+
+def test_counts_of_a_rich_model() -> None:
+    """Matrix by matrix, as in DeepSeek-V2's paper (arXiv 2405.04434, section 2)."""
+    d, heads = 128, 8
+    attention = 40 * d + heads * 16 * 40  # queries down and up
+    attention += (24 + 4) * d + heads * (12 + 12) * 24 + heads * 12 * d  # keys and values, output
+    expert, shared, dense = 3 * 256 * d, 3 * 2 * 48 * d, 3 * 200 * d
+    expected = 3 * (attention + 2 * d) + dense + 2 * (8 * expert + shared + 8 * d) + 2 * 256 * d + d
+    assert RICH.num_parameters == expected
+    assert RICH.num_active_parameters == expected - 2 * (8 - 2) * expert
+
+
+def test_lines_of_a_rich_model() -> None:
+    lines = parameter_lines(RICH)
+    layers = [line.layer for line in lines.values()]
+    assert layers == sorted(layers)
+    names = axes(lines)
+    assert "layers.0.experts" not in names and "layers.1.ffn" not in names
+    assert names["layers.0.ffn"] == ("layers.0.ffn.w13", "layers.0.ffn.w2")
+    assert names["layers.2.moe.shared"] == ("layers.2.moe.shared.w13", "layers.2.moe.shared.w2")
+    assert lines["layers.0.ffn.w13"].shape == (200, 2, 128)
+    assert lines["layers.2.moe.shared.w2"].shape == (96, 128)
+    assert lines["layers.1.attention.wkv_down"].kind is LineKind.KV_HEADS
+    assert RICH.num_moe_layers == sum(line.axis.endswith("experts") for line in lines.values()) // 2 == 2
+
+
+def test_what_a_shape_has_beyond_mixtral_is_named() -> None:
+    assert len(RICH.beyond_mixtral) == 8
+    assert "num_shared_experts (2)" in RICH.beyond_mixtral
+    assert all(shape.beyond_mixtral == () for shape in PRESETS.values())
+
+
+def test_older_json_without_the_later_fields_is_read() -> None:
+    values = json.loads(preset("debug").to_json())
+    for field in ("num_shared_experts", "kv_latent_size"):
+        del values[field]
+    assert ModelShape.from_json(json.dumps(values)) == preset("debug")
+
+
+@pytest.mark.parametrize(
+    ("values", "message"),
+    [
+        ({"num_shared_experts": 1}, "shared_ffn_hidden_size"),
+        ({"dense_ffn_hidden_size": 1}, "num_dense_layers"),
+        ({"num_dense_layers": 2, "dense_ffn_hidden_size": 1}, r"num_dense_layers \(2\) must be less"),
+        ({"query_latent_size": 4}, "latent attention"),
+        ({"kv_latent_size": 4}, r"num_kv_heads \(4\) must be 1"),
+        ({"kv_latent_size": 4, "num_kv_heads": 1, "rope_head_dim": 16}, r"rope_head_dim \(16\) must be less"),
+        ({"num_shared_experts": -1}, "must not be negative"),
+    ],
+)
+def test_what_does_not_fit_together(values: dict[str, int], message: str) -> None:
+    with pytest.raises(ValueError, match=message):
+        dataclasses.replace(preset("debug"), **values)

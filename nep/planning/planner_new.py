@@ -1,0 +1,106 @@
+"""The planner as training calls it: pure functions from the state of the cluster to the next plan.
+
+The same arguments give the same plan on every slot, bit for bit. Nothing is known here of hardware and router:
+loads count as equal. `nep.planning.search` plans with both.
+"""
+
+from collections.abc import Collection
+from dataclasses import replace
+from typing import get_args
+
+from nep.planning.assembly import ExpertAxes, assemble, hold_experts
+from nep.planning.cluster import Cluster
+from nep.planning.intervals import subtract, union
+from nep.planning.lanes import Cuts, form_lanes, hold_dense, keep_dense, make_lanes
+from nep.planning.layout import Lines, axis_lines
+from nep.planning.mirrors import place_mirrors
+from nep.planning.plan import Plan, Redundancy
+from nep.planning.replica_cuts import CutsFromScratch, Prices, Slots, repair_cuts
+from nep.planning.replicas import is_even, replica_choices
+
+
+def plan_from_scratch(
+    cluster: Cluster,
+    lines: Lines,
+    *,
+    num_replicas: int,
+    global_batch_size: int,
+    redundancy: Redundancy = "device",
+    lane_slots: int = 1,
+) -> Plan:
+    """Plans a job for the healthy slots of a cluster, with mirrors if redundancy asks for them.
+
+    Replicas are neighbouring slots whose sizes differ by one at most, inside nodes where that is possible. Each
+    has its experts whole as far as they come out even, and cuts the others.
+
+    Args:
+        cluster: every slot, with its health and speed.
+        lines: the model's.
+        num_replicas: data-parallel copies of the model.
+        global_batch_size: sequences of a step, shared out by speed.
+        redundancy: where owners are mirrored.
+        lane_slots: most slots of a lane (tensor parallelism).
+
+    Raises:
+        ValueError: with everything that is wrong.
+    """
+    slots = cluster.healthy
+    errors: list[str] = []
+    if num_replicas < 1:
+        errors.append(f"num_replicas ({num_replicas}) must be at least 1; a job has a copy of the model")
+    elif num_replicas > len(slots):
+        errors.append(
+            f"num_replicas ({num_replicas}) cannot exceed the healthy slots ({len(slots)}); use at most "
+            f"{len(slots)} replicas or add slots"
+        )
+    if global_batch_size < 1:
+        errors.append(f"global_batch_size ({global_batch_size}) must be at least 1; give it sequences")
+    if lane_slots < 1:
+        errors.append(f"lane_slots ({lane_slots}) must be at least 1; 1 means no tensor parallelism")
+    if redundancy not in get_args(Redundancy):
+        errors.append(f"redundancy ({redundancy!r}) must be one of {', '.join(get_args(Redundancy))}")
+    if not lines:
+        errors.append("lines (none) must have at least one parameter; pass those of the model")
+    if errors:
+        raise ValueError("; ".join(errors))
+    nodes = {slot.index: slot.node for slot in cluster.slots}
+    choices = replica_choices(slots, nodes, num_replicas)
+    replicas = choices[0] if is_even(choices[0]) else choices[-1]
+    lanes = make_lanes(form_lanes(replicas, lane_slots, nodes), cluster.speeds_ppm, global_batch_size)
+    cuts = hold_dense(lanes, cluster.speeds_ppm, lines)
+    experts = ExpertAxes.of(lines)
+    if experts is not None:
+        scratch = CutsFromScratch(Prices.unknown(experts, cluster.speeds_ppm))
+        cuts |= hold_experts(experts, replicas, [scratch.deal(replica) for replica in replicas])
+    return assemble(
+        replicas=replicas, lanes=lanes, cuts=cuts, cluster=cluster, lines=lines, redundancy=redundancy
+    )
+
+
+def plan_after_failure(plan: Plan, cluster: Cluster, lines: Lines) -> Plan:
+    """Plans for the slots of a plan that are still healthy, moving no more than was lost.
+
+    Survivors keep what they hold. What nobody in a damaged replica holds any more is spread over its survivors,
+    so that all are busy equally long; a replica without survivors disappears. Owners stay; units whose owner
+    left go to holders of them. Mirrors stay unless their slot owns the units now: nothing new is mirrored,
+    `plan_mirrors` does that later. A draining slot leaves like a failed one, but may still be a source.
+
+    Whether the lost owners' state exists anywhere is another question: see `lost_intervals`.
+
+    Args:
+        plan: the plan in force.
+        cluster: every slot of the plan, with its health now.
+        lines: the model's.
+
+    Raises:
+        ValueError: if a slot of the plan is not of the cluster.
+        RuntimeError: if no slot is left.
+    """
+    _require_known(plan, cluster)
+    healthy = frozenset(cluster.healthy)
+    if healthy.isdisjoint(plan.slots):
+        raise RuntimeError(f"no slot of plan {plan.number} is healthy; restart from a checkpoint")
+    survivors = tuple(left for replica in plan.replicas if (left := tuple(s for s in replica if s in healthy)))
+    experts = ExpertAxes.of(lines)
+    prices = None if experts is None else Prices.unknown(experts, cluster.speeds_ppm)
+    return repaired(plan, survivors, cluster, lines, prices=prices, global_batch_size=plan.global_batch_size)

@@ -1,0 +1,202 @@
+"""What the table, the page and the JSON of a plan have in common: numbers derived from plan, request and report."""
+
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+
+import numpy as np
+from numpy.typing import NDArray
+
+from nep.planning.cost_model import StepTime, transfer_seconds
+from nep.planning.layout import Lines, axis_unit_numel
+from nep.planning.plan import Plan
+from nep.planning.replica_time import expert_axes, expert_units
+from nep.planning.request import Planned, PlanRequest
+from nep.planning.shapes import parameter_lines
+from nep.planning.transfer import Transfer
+from nep.planning.workload import Workload
+
+Units = NDArray[np.int64]
+
+# Short enough that a column of seconds has one unit.
+_TIMES = ((1.0, "s"), (1e-3, "ms"), (1e-6, "us"))
+_SIZES = ((1e12, "TB"), (1e9, "GB"), (1e6, "MB"), (1e3, "kB"))
+
+
+@dataclass(frozen=True, kw_only=True)
+class TransferFigures:
+    """One kind of transfer.
+
+    Attributes:
+        kind: what travels: `parameters`, `state`, `mirrors`.
+        pieces: messages between two slots.
+        num_bytes: of all pieces.
+        busiest_bytes: of the slot that sends or gets most.
+        seconds: until the last slot has sent and got its pieces, were it alone on the links.
+        sources, destinations: slots that give and get.
+    """
+
+    kind: str
+    pieces: int
+    num_bytes: int
+    busiest_bytes: int
+    seconds: float
+    sources: tuple[int, ...]
+    destinations: tuple[int, ...]
+
+
+@dataclass(frozen=True, kw_only=True, eq=False)
+class HeldExperts:
+    """Who holds which part of which expert.
+
+    Attributes:
+        units: int64 [layers, experts, slots of the plan].
+        units_per_expert: units of a whole one.
+        layers: decoder layers that have experts.
+    """
+
+    units: Units
+    units_per_expert: int
+    layers: tuple[int, ...]
+
+    @property
+    def whole(self) -> NDArray[np.float64]:
+        """[slots], whole experts, mean over layers."""
+        counts: NDArray[np.float64] = (self.units == self.units_per_expert).sum(axis=1).mean(axis=0)
+        return counts
+
+    @property
+    def slices(self) -> NDArray[np.float64]:
+        """[slots], experts of which only a part is held, mean over layers."""
+        partial = (self.units > 0) & (self.units < self.units_per_expert)
+        counts: NDArray[np.float64] = partial.sum(axis=1).mean(axis=0)
+        return counts
+
+    @property
+    def are_whole(self) -> bool:
+        """Whether no expert is cut."""
+        return not self.slices.any()
+
+    @property
+    def layers_are_alike(self) -> bool:
+        """Whether every layer is cut like the first."""
+        return bool((self.units == self.units[:1]).all())
+
+
+def held_experts(plan: Plan, lines: Lines) -> HeldExperts:
+    """What each slot holds of the experts.
+
+    Args:
+        plan: whose holders.
+        lines: the model's.
+    """
+    axes = expert_axes(lines)
+    first = next(line for line in lines.values() if line.axis == axes[0])
+    assert first.units_per_expert is not None  # it is an expert line
+    units, _ = expert_units(plan.holders, plan.slots, lines)
+    layers = {line.axis: line.layer for line in lines.values()}
+    return HeldExperts(
+        units=units.astype(np.int64),
+        units_per_expert=first.units_per_expert,
+        layers=tuple(layers[axis] for axis in axes),
+    )
+
+
+def bytes_per_element(kind: str, workload: Workload) -> int:
+    """Bytes that travel for each parameter of a transfer of this kind."""
+    return workload.parameter_bytes if kind == "parameters" else workload.state_bytes
+
+
+def transfer_figures(request: PlanRequest, planned: Planned) -> tuple[TransferFigures, ...]:
+    """Every kind of transfer in which something travels between two slots, in the report's order."""
+    lines = parameter_lines(request.shape)
+    numel = axis_unit_numel(lines)
+    found = []
+    for kind, transfer in planned.report.transfers.items():
+        remote = transfer.remote()
+        if not len(remote):
+            continue
+        width = bytes_per_element(kind, request.workload)
+        sent, received = _traffic(remote, numel, width)
+        found.append(
+            TransferFigures(
+                kind=kind,
+                pieces=len(remote),
+                num_bytes=sum(sent.values()),
+                busiest_bytes=max(*sent.values(), *received.values()),
+                seconds=transfer_seconds(
+                    remote,
+                    lines=lines,
+                    bytes_per_element=width,
+                    cluster=request.cluster,
+                    hardware=request.hardware,
+                ),
+                sources=tuple(sorted(sent)),
+                destinations=tuple(sorted(received)),
+            )
+        )
+    return tuple(found)
+
+
+def _traffic(transfer: Transfer, numel: Mapping[str, int], width: int) -> tuple[dict[int, int], dict[int, int]]:
+    """Bytes that each slot sends, and gets."""
+    sent: dict[int, int] = {}
+    received: dict[int, int] = {}
+    for axis, lo, hi, src, dst in transfer:
+        size = (hi - lo) * numel[axis] * width
+        sent[src] = sent.get(src, 0) + size
+        received[dst] = received.get(dst, 0) + size
+    return sent, received
+
+
+def bytes_between(request: PlanRequest, planned: Planned) -> dict[tuple[int, int], int]:
+    """(from, to) -> bytes of all kinds together; only pairs of different slots between which something travels."""
+    numel = axis_unit_numel(parameter_lines(request.shape))
+    pairs: dict[tuple[int, int], int] = {}
+    for kind, transfer in planned.report.transfers.items():
+        width = bytes_per_element(kind, request.workload)
+        for axis, lo, hi, src, dst in transfer.remote():
+            pairs[src, dst] = pairs.get((src, dst), 0) + (hi - lo) * numel[axis] * width
+    return pairs
+
+
+def samples_per_s(step: StepTime, request: PlanRequest) -> float:
+    """Sequences per second of the whole job; 0 for a step that takes no time at all."""
+    return request.workload.global_batch_size / step.total if step.total > 0 else 0.0
+
+
+def time_unit(*seconds: float) -> tuple[str, Callable[[float], str]]:
+    """A unit for a column of times, and how to write them in it."""
+    largest = max((abs(value) for value in seconds), default=0.0)
+    scale, name = next(((scale, name) for scale, name in _TIMES if largest >= scale), _TIMES[-1])
+    digits = 3 if largest / scale < 10 else 2 if largest / scale < 100 else 1
+    return name, lambda value: f"{value / scale:.{digits}f}"
+
+
+def time_text(seconds: float) -> str:
+    """`1.23 s`, `4.56 ms`; `0 s` for none at all."""
+    if seconds == 0:
+        return "0 s"
+    unit, write = time_unit(seconds)
+    return f"{write(seconds)} {unit}"
+
+
+def bytes_text(num_bytes: float) -> str:
+    """`1.2 GB`, in powers of ten, as links are sold."""
+    for scale, name in _SIZES:
+        if num_bytes >= scale:
+            return f"{num_bytes / scale:.3g} {name}" if num_bytes < 999.5 * scale else f"{num_bytes / scale:.0f} {name}"
+    return f"{num_bytes:.0f} B"
+
+
+def gib_text(num_bytes: float) -> str:
+    """Of memory, in GiB, as devices count it."""
+    gib = num_bytes / 2**30
+    return f"{gib:.1f}" if gib >= 1 or gib == 0 else f"{gib:.2g}"
+
+
+def count_text(number: float) -> str:
+    """`671 B`, `46.7 B`, `1.6 M` parameters."""
+    for scale, name in ((1e9, "B"), (1e6, "M"), (1e3, "k")):
+        if number >= scale:
+            return f"{number / scale:.1f} {name}" if number < 100 * scale else f"{number / scale:.0f} {name}"
+    return f"{number:.0f}"
