@@ -156,7 +156,13 @@ class DecoderLayer(nn.Module):
     """
 
     def __init__(
-        self, shape: ModelShape, layer: int, *, dtype: torch.dtype, device: torch.device | str
+        self,
+        shape: ModelShape,
+        layer: int,
+        *,
+        dtype: torch.dtype,
+        device: torch.device | str,
+        moe_backend: str,
     ) -> None:
         super().__init__()
         num_units = shape.num_experts * shape.units_per_expert
@@ -172,6 +178,7 @@ class DecoderLayer(nn.Module):
                 slices=expert_slices([(0, num_units)], shape.units_per_expert),
                 dtype=dtype,
                 device=device,
+                backend=moe_backend,
             ),
             axis=f"layers.{layer}.experts",
         )
@@ -194,13 +201,19 @@ class MixtralModel(nn.Module):
         shape: Sizes.
         dtype: Of parameters and activations; norms, routing and sums over experts take at least float32.
         device: "meta" allocates nothing.
+        moe_backend: Name of the experts' implementation.
 
     Raises:
         ValueError: The shape has parts that Mixtral has not.
     """
 
     def __init__(
-        self, shape: ModelShape, *, dtype: torch.dtype = torch.float32, device: torch.device | str = "meta"
+        self,
+        shape: ModelShape,
+        *,
+        dtype: torch.dtype = torch.float32,
+        device: torch.device | str = "meta",
+        moe_backend: str = "loop",
     ) -> None:
         super().__init__()
         if shape.beyond_mixtral:
@@ -211,7 +224,8 @@ class MixtralModel(nn.Module):
         self.shape = shape
         self.embedding = Embedding(shape, dtype=dtype, device=device)
         self.layers = nn.ModuleList(
-            DecoderLayer(shape, layer, dtype=dtype, device=device) for layer in range(shape.num_layers)
+            DecoderLayer(shape, layer, dtype=dtype, device=device, moe_backend=moe_backend)
+            for layer in range(shape.num_layers)
         )
         self.final_norm = RMSNorm(shape.hidden_size, shape.norm_eps, dtype=dtype, device=device)
         self.head = None if shape.tied_embeddings else Head(shape, dtype=dtype, device=device)
@@ -310,11 +324,12 @@ def _positions(shape: ModelShape, tokens_bt: Tensor, dtype: torch.dtype) -> Posi
     )
 
 
-def build(shape: ModelShape, dtype: torch.dtype) -> MixtralModel:
+def build(shape: ModelShape, dtype: torch.dtype, moe_backend: str = "loop") -> MixtralModel:
     """A model without memory (meta device), to be cut to a layout before anything is allocated.
 
     Args:
         shape: Sizes, for example of a preset.
         dtype: Of parameters and activations.
+        moe_backend: Name of the experts' implementation, see `nep.moe.backends`.
     """
-    return MixtralModel(shape, dtype=dtype, device="meta")
+    return MixtralModel(shape, dtype=dtype, device="meta", moe_backend=moe_backend)

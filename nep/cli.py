@@ -6,6 +6,7 @@ Training itself is `scripts/train.py` under torchrun, or `nep.train` in one's ow
 import sys
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
+from types import MappingProxyType
 from typing import Annotated
 
 import tyro
@@ -30,7 +31,24 @@ class Command:
     main: Callable[[Sequence[str]], int]
 
 
-COMMANDS: Mapping[str, Command] = {}
+def _plan(arguments: Sequence[str]) -> int:
+    from nep.report.plan_command import main as run
+
+    return run(arguments)
+
+
+def _calibrate(arguments: Sequence[str]) -> int:
+    from nep.train.calibrate_command import main as run
+
+    return run(arguments)
+
+
+COMMANDS: Mapping[str, Command] = MappingProxyType(
+    {
+        "plan": Command(summary="where experts go, what a step takes and what has to move, with reasons", main=_plan),
+        "calibrate": Command(summary="measure this machine for the planner", main=_calibrate),
+    }
+)
 
 
 @dataclass(frozen=True, kw_only=True)

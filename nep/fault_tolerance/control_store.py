@@ -12,6 +12,7 @@ What the code below relies on was measured with torch 2.13 and is kept as tests:
   addresses in the DNS: milliseconds, or many seconds where no name server answers.
 * `set` is not acknowledged: another connection may miss it for a moment. Requests of one connection are
   handled in order. `ControlStore.set` waits until the server has it.
+* Opening a connection takes a millisecond, but asks the DNS for the server's name: seconds where it is slow.
 * A connection is one lock, held while `wait` blocks: hence `clone` for every further thread.
 * A client starts no thread, so a process may open one and stay single-threaded; a server does start one.
 * `compare_set` with expected "" sets an absent key. With any other expectation it leaves an absent key absent
@@ -232,7 +233,5 @@ def discover_job(address: str, timeout_s: float) -> dict[str, Any] | None:
 
 def _not_empty(key: str, value: str) -> str:
     if not value:
-        raise ValueError(
-            f'value of store key "{key}" is empty, which cannot be told from absent; write something'
-        )
+        raise ValueError(f'value of store key "{key}" is empty, which cannot be told from absent; write something')
     return value

@@ -91,6 +91,4 @@ def _integer(environ: Mapping[str, str], name: str) -> int:
     try:
         return int(environ[name])
     except ValueError:
-        raise ValueError(
-            f'{name} ("{environ[name]}") must be an integer; start the job with torchrun'
-        ) from None
+        raise ValueError(f'{name} ("{environ[name]}") must be an integer; start the job with torchrun') from None

@@ -70,9 +70,7 @@ class JobSpec:
         if not 0 <= self.slot < self.num_slots:
             raise ValueError(f"slot ({self.slot}) must be in [0, num_slots ({self.num_slots}))")
         if not 0 <= self.local_index < self.slots_per_node:
-            raise ValueError(
-                f"local_index ({self.local_index}) must be in [0, slots_per_node ({self.slots_per_node}))"
-            )
+            raise ValueError(f"local_index ({self.local_index}) must be in [0, slots_per_node ({self.slots_per_node}))")
         if not self.timeout_base_s > 0:
             raise ValueError(f"timeout_base_s ({self.timeout_base_s}) must be > 0")
 

@@ -118,9 +118,7 @@ def supervise(trainer: Trainer, *, spec: JobSpec) -> int:
     try:
         cell = GenerationCell()
         pid = _fork_trainer(trainer, Job.from_spec(spec, cell, spec.store_address), inherited_mask)
-        supervisor = _Supervisor(
-            spec=spec, trainer_pid=pid, launcher_pid=launcher_pid, cell=cell, timeouts=timeouts
-        )
+        supervisor = _Supervisor(spec=spec, trainer_pid=pid, launcher_pid=launcher_pid, cell=cell, timeouts=timeouts)
         return supervisor.run()
     finally:
         processes.end_descendants(timeouts.helper_s)
@@ -237,9 +235,7 @@ class _Supervisor:
         spec = self._spec
         assert spec.store_address is not None
         try:
-            store = ControlStore.connect(
-                spec.store_address, spec.prefix, Timeouts(base_s=spec.timeout_base_s).store_s
-            )
+            store = ControlStore.connect(spec.store_address, spec.prefix, Timeouts(base_s=spec.timeout_base_s).store_s)
         except RuntimeError as error:
             self._lose_store(error)
             return
@@ -328,9 +324,7 @@ class _Supervisor:
     def _leave_after_end(self, exit_code: int, end_code: int) -> int:
         if exit_code in FINAL_CODES:
             return exit_code
-        self._say(
-            f"the trainer ended by {_describe(exit_code)} after the end of the job (exit code {end_code})"
-        )
+        self._say(f"the trainer ended by {_describe(exit_code)} after the end of the job (exit code {end_code})")
         return end_code
 
     def _report_exit(self, exit_code: int) -> None:

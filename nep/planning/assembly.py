@@ -8,12 +8,12 @@ from numpy.typing import NDArray
 
 from nep.planning.cluster import Cluster
 from nep.planning.dealing import Integers
-from nep.planning.intervals import Intervals, subtract
+from nep.planning.intervals import Intervals
 from nep.planning.lanes import Cuts
 from nep.planning.layout import Layout, Line, LineKind, Lines, axis_lines
 from nep.planning.loads import ExpertLoads
 from nep.planning.mirrors import place_mirrors
-from nep.planning.ownership import assign_owners, held_only
+from nep.planning.ownership import assign_owners, staying_mirrors, staying_owners
 from nep.planning.plan import Lane, Plan, Redundancy
 
 
@@ -111,6 +111,7 @@ def assemble(
     lines: Lines,
     redundancy: Redundancy,
     current: Plan | None = None,
+    keep_held: bool = False,
     new_mirrors: bool = True,
 ) -> Plan:
     """The plan with these holders.
@@ -126,17 +127,21 @@ def assemble(
         lines: the model's.
         redundancy: where owners are mirrored.
         current: the plan in force; None: there is no state yet.
+        keep_held: whether all slots hold at least what they hold in the plan in force.
         new_mirrors: whether owners without a mirror get one, see `place_mirrors`.
     """
     slots = tuple(sorted(slot for replica in replicas for slot in replica))
     speeds = cluster.speeds_ppm
     holders = Layout({axis: cuts[axis] for axis in axis_lines(lines)})
-    owners, mirrors = Layout({}), Layout({})
+    staying: Mapping[str, Mapping[int, Intervals]] = {}
     if current is not None:
-        owners = held_only(current.owners.restrict(slots), holders, current.holders)
-        mirrors = current.mirrors.restrict(slots) if redundancy != "none" else mirrors
-    before = owners
-    owners = assign_owners(holders, owners, lines)
+        staying = staying_owners(
+            current.owners, current.holders, holders, frozenset(slots), keep_held=keep_held
+        )
+    owners, gained = assign_owners(holders, staying, lines)
+    mirrors = Layout({})
+    if current is not None and redundancy != "none":
+        mirrors = staying_mirrors(current.mirrors, owners, gained, frozenset(slots))
     plan = Plan(
         number=1 if current is None else current.number + 1,
         slots=slots,
@@ -144,25 +149,8 @@ def assemble(
         lanes=lanes,
         holders=holders,
         owners=owners,
-        mirrors=_without_new(mirrors, owners, before),
+        mirrors=mirrors,
         redundancy=redundancy,
         speeds_ppm=tuple(speeds[slot] for slot in slots),
     )
     return replace(plan, mirrors=place_mirrors(plan, cluster, lines)) if new_mirrors else plan
-
-
-def _without_new(mirrors: Layout, owners: Layout, before: Layout) -> Layout:
-    """Mirrors without what their own slot has come to own."""
-    cuts: dict[str, Mapping[int, Intervals]] = dict(mirrors.cuts)
-    for axis, by_slot in mirrors.cuts.items():
-        owned, had = owners.by_slot(axis), before.by_slot(axis)
-        if owned is had:
-            continue
-        changed = {
-            slot: subtract(intervals, owned[slot])
-            for slot, intervals in by_slot.items()
-            if slot in owned and owned[slot] is not had.get(slot)
-        }
-        if changed:
-            cuts[axis] = {**by_slot, **changed}
-    return Layout(cuts)

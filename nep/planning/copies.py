@@ -271,7 +271,7 @@ class _Board:
 
     def place_single(self) -> None:
         """Places what is left, heaviest first: each goes where the level is then lowest."""
-        layers, _, slots = self.shape
+        slots = self.shape[2]
         start = int(self.num_shared.max())
         self.level += np.where(self.free <= 0, _IMPOSSIBLE, 0.0)
         rows = self.layer * slots

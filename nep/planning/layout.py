@@ -127,17 +127,22 @@ def axes(lines: Lines) -> dict[str, tuple[str, ...]]:
     for name, line in lines.items():
         names = grouped.setdefault(line.axis, [])
         names.append(name)
-        if _cut(line) != _cut(lines[names[0]]):
+        first = lines[names[0]]
+        if line is not first and _cut(line) != _cut(first):
             errors.append(
-                f"{name} {_cut(line)} cannot share axis {line.axis!r} with {names[0]} "
-                f"{_cut(lines[names[0]])}; give it one of its own"
+                f"{name} {_shown(line)} cannot share axis {line.axis!r} with {names[0]} "
+                f"{_shown(first)}; give it one of its own"
             )
     if errors:
         raise ValueError("; ".join(errors))
     return {axis: tuple(names) for axis, names in grouped.items()}
 
 
-def _cut(line: Line) -> tuple[str, int, int | None]:
+def _cut(line: Line) -> tuple[LineKind, int, int | None]:
+    return (line.kind, line.num_units, line.units_per_expert)
+
+
+def _shown(line: Line) -> tuple[str, int, int | None]:
     return (line.kind.value, line.num_units, line.units_per_expert)
 
 

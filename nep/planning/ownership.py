@@ -5,16 +5,22 @@ A layout for thousands of slots has millions of entries but few different ones, 
 """
 
 from collections import defaultdict
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Container, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 
 import numpy as np
 from numpy.typing import NDArray
 
-from nep.planning.intervals import Interval, Intervals, intersect, normalize, segments, subtract
-from nep.planning.layout import Layout, Lines, axis_lines, axis_unit_numel, count_units
+from nep.planning.intervals import Interval, Intervals, count_units, intersect, normalize, segments, subtract
+from nep.planning.layout import Layout, Lines, axis_lines, axis_unit_numel
 
 Integers = NDArray[np.int64]
+
+Cuts = Mapping[str, Mapping[int, Intervals]]
+"""axis -> slot -> intervals."""
+
+# Up to so many bins plain Python is faster than numpy.
+_FEW = 32
 
 
 @dataclass(frozen=True, kw_only=True, eq=False)
@@ -34,7 +40,40 @@ class _Orphans:
     candidates: Integers
 
 
-def assign_owners(holders: Layout, owners: Layout, lines: Lines) -> Layout:
+def staying_owners(
+    owners: Layout, before: Layout, holders: Layout, slots: Container[int], *, keep_held: bool = False
+) -> dict[str, dict[int, Intervals]]:
+    """What of the owners can stay: slots that go on own what they still hold.
+
+    Args:
+        owners: so far.
+        before: holders so far.
+        holders: from now on.
+        slots: that go on.
+        keep_held: whether it is known that they hold everything that they held.
+    """
+    staying: dict[str, dict[int, Intervals]] = {}
+    for axis, by_slot in owners.cuts.items():
+        if keep_held:
+            staying[axis] = {slot: owned for slot, owned in by_slot.items() if slot in slots}
+            continue
+        held, had = holders.by_slot(axis), before.by_slot(axis)
+        staying[axis] = {
+            slot: owned if held.get(slot) is had.get(slot) else _still_held(owned, had.get(slot), held.get(slot, ()))
+            for slot, owned in by_slot.items()
+            if slot in slots
+        }
+    return staying
+
+
+def _still_held(owned: Intervals, had: Intervals | None, held: Intervals) -> Intervals:
+    if had == held:
+        return owned
+    kept = intersect(owned, held)
+    return owned if kept == normalize(owned) else kept
+
+
+def assign_owners(holders: Layout, owners: Cuts, lines: Lines) -> tuple[Layout, dict[str, frozenset[int]]]:
     """Leaves owners as they are and gives every unit without one to a holder of it.
 
     Units are shared out so that bytes end as even as a greedy pass gets them. Units that few slots hold go
@@ -45,50 +84,56 @@ def assign_owners(holders: Layout, owners: Layout, lines: Lines) -> Layout:
         owners: so far; every unit has at most one, which must hold it.
         lines: the model's.
 
+    Returns:
+        The owners, what is new of them in ascending order of storage; and axis -> slots that own more than before.
+
     Raises:
         ValueError: if nobody holds a unit.
     """
     sizes = axis_unit_numel(lines)
     slots = holders.slots()
     position = {slot: place for place, slot in enumerate(slots)}
-    orphans = _find_orphans(holders, owners, lines, position)
-    if not orphans:
-        return owners
-    loads = _numel(owners, sizes, position)
+    orphans = _find_orphans(holders, owners, lines, sizes, position)
+    loads = _numel(owners, sizes, position) if orphans else np.zeros(0, dtype=np.int64)
     order = sorted(range(len(orphans)), key=lambda i: (orphans[i].candidates.size, -orphans[i].unit_size, i))
-    assigned: dict[str, dict[int, list[Interval]]] = {}
+    gained: dict[str, dict[int, list[Interval]]] = {}
     for index in order:
         group = orphans[index]
-        counts = water_fill(loads[group.candidates], count_units(group.intervals), group.unit_size)
-        takers = np.flatnonzero(counts)
-        loads[group.candidates[takers]] += counts[takers] * group.unit_size
-        runs = [(slots[place], count) for place, count in zip(group.candidates[takers].tolist(), counts[takers].tolist(), strict=True)]
-        of_axis = assigned.setdefault(group.axis, {})
-        for slot, interval in deal(group.intervals, runs):
-            of_axis.setdefault(slot, []).append(interval)
-    return _with(owners, assigned)
+        before = loads[group.candidates]
+        counts = water_fill(before, count_units(group.intervals), group.unit_size)
+        loads[group.candidates] = before + counts * group.unit_size
+        takers = counts.nonzero()[0]
+        places, units = group.candidates[takers].tolist(), counts[takers].tolist()
+        of_axis = gained.setdefault(group.axis, {})
+        for place, interval in deal(group.intervals, zip(places, units, strict=True)):
+            of_axis.setdefault(slots[place], []).append(interval)
+    cuts: dict[str, Mapping[int, Intervals]] = dict(owners)
+    for axis, by_slot in gained.items():
+        had = owners.get(axis, {})
+        cuts[axis] = {
+            **had,
+            **{slot: normalize((*had.get(slot, ()), *intervals)) for slot, intervals in by_slot.items()},
+        }
+    return Layout(cuts), {axis: frozenset(by_slot) for axis, by_slot in gained.items()}
 
 
-def held_only(owners: Layout, holders: Layout, before: Layout) -> Layout:
-    """Owners without the units that they do not hold any more.
+def staying_mirrors(mirrors: Layout, owners: Layout, gained: Mapping[str, frozenset[int]], slots: Container[int]) -> Layout:
+    """What of the mirrors can stay: those of slots that go on, less what these have come to own.
 
     Args:
-        owners: so far.
-        holders: from now on.
-        before: holders so far, to see who has changed at all.
+        mirrors: so far.
+        owners: from now on.
+        gained: axis -> slots that own more than before.
+        slots: that go on.
     """
-    cuts: dict[str, Mapping[int, Intervals]] = dict(owners.cuts)
-    for axis, by_slot in owners.cuts.items():
-        held, had = holders.by_slot(axis), before.by_slot(axis)
-        if held is had:
-            continue
-        changed = {
-            slot: intersect(owned, held.get(slot, ()))
-            for slot, owned in by_slot.items()
-            if held.get(slot) is not had.get(slot) and held.get(slot) != had.get(slot)
+    cuts: dict[str, Mapping[int, Intervals]] = {}
+    for axis, by_slot in mirrors.cuts.items():
+        more = gained.get(axis, frozenset())
+        cuts[axis] = {
+            slot: subtract(mirrored, owners.intervals(axis, slot)) if slot in more else mirrored
+            for slot, mirrored in by_slot.items()
+            if slot in slots
         }
-        if changed:
-            cuts[axis] = {**by_slot, **changed}
     return Layout(cuts)
 
 
@@ -103,116 +148,136 @@ def water_fill(loads: Integers, num_units: int, unit_size: int) -> Integers:
         num_units: units to give out.
         unit_size: load of one unit.
     """
+    if loads.size <= _FEW:
+        return np.array(_fill_few(loads.tolist(), num_units, unit_size), dtype=np.int64)
     poured = num_units * unit_size
     order = np.argsort(loads, kind="stable")
     rising = loads[order]
-    below = np.concatenate([[0], np.cumsum(rising)])
-    count = np.arange(loads.size)
+    below = np.cumsum(rising) - rising
     # A bin stays dry if the level of those before it does not reach it.
-    dry = (count > 0) & (rising * count >= poured + below[:-1])
-    wet = int(np.argmax(dry)) if dry.any() else loads.size
+    dry = np.flatnonzero(rising * np.arange(loads.size) >= poured + below)
+    wet = int(dry[dry > 0][0]) if dry.size and dry[-1] > 0 else loads.size
     counts = np.zeros(loads.size, dtype=np.int64)
-    # The level is (poured + below) / wet; each bin takes the whole units that fit under it.
-    counts[order[:wet]] = (poured + below[wet] - rising[:wet] * wet) // (wet * unit_size)
+    # The level is (poured + what is below) / wet; each bin takes the whole units that fit under it.
+    counts[order[:wet]] = (poured + int(rising[:wet].sum()) - rising[:wet] * wet) // (wet * unit_size)
     # Fewer than ``wet`` are left, and no bin gets a second one of them before each has a first.
     left = num_units - int(counts.sum())
-    counts[np.argsort(loads + counts * unit_size, kind="stable")[:left]] += 1
+    if left:
+        counts[np.argsort(loads + counts * unit_size, kind="stable")[:left]] += 1
+    return counts
+
+
+def _fill_few(loads: list[int], num_units: int, unit_size: int) -> list[int]:
+    """`water_fill` for few bins, step for step."""
+    poured = num_units * unit_size
+    order = sorted(range(len(loads)), key=loads.__getitem__)
+    below = wet = 0
+    for place in order:
+        if wet and loads[place] * wet >= poured + below:
+            break
+        below += loads[place]
+        wet += 1
+    counts = [0] * len(loads)
+    for place in order[:wet]:
+        counts[place] = (poured + below - loads[place] * wet) // (wet * unit_size)
+    left = num_units - sum(counts)
+    if left:
+        after = sorted(range(len(loads)), key=lambda place: loads[place] + counts[place] * unit_size)
+        for place in after[:left]:
+            counts[place] += 1
     return counts
 
 
 def deal(intervals: Iterable[Interval], counts: Iterable[tuple[int, int]]) -> list[tuple[int, Interval]]:
-    """Cuts intervals into runs: the first slot takes its count of units from the front, then the next.
+    """Cuts intervals into runs: the first taker gets its count of units from the front, then the next.
 
-    Consecutive runs keep the number of pieces below intervals + slots.
+    Consecutive runs keep the number of pieces below intervals + takers. Cutting every interval over all of them
+    would multiply the pieces at each of several failures.
 
     Args:
         intervals: what is dealt.
-        counts: ``(slot, units)``, at least 1 each; together as many units as the intervals have.
+        counts: ``(taker, units)``; together as many units as the intervals have.
 
     Returns:
-        ``(slot, interval)``, in the order of the intervals.
+        ``(taker, interval)``, in the order of the intervals.
     """
     dealt: list[tuple[int, Interval]] = []
-    takers = iter(counts)
-    slot, room = -1, 0
+    takers = iter([(taker, count) for taker, count in counts if count])
+    taker, room = -1, 0
     for lo, hi in intervals:
         while lo < hi:
             if not room:
-                slot, room = next(takers)
+                taker, room = next(takers)
             stop = min(hi, lo + room)
-            dealt.append((slot, (lo, stop)))
+            dealt.append((taker, (lo, stop)))
             room -= stop - lo
             lo = stop
     return dealt
 
 
-def _find_orphans(holders: Layout, owners: Layout, lines: Lines, position: Mapping[int, int]) -> list[_Orphans]:
+def _find_orphans(
+    holders: Layout, owners: Cuts, lines: Lines, sizes: Mapping[str, int], position: Mapping[int, int]
+) -> list[_Orphans]:
     """Units without an owner, grouped by axis and by who holds them, in canonical order."""
-    sizes = axis_unit_numel(lines)
     found: list[_Orphans] = []
     missing: list[str] = []
-    classes_of: dict[int, dict[int, Integers]] = {}
-    cut_of: dict[int, dict[int, Intervals]] = {}
+    classes: dict[int, _Classes] = {}
     for axis, line in axis_lines(lines).items():
-        orphans = subtract([(0, line.num_units)], owners.covered(axis))
+        distinct = set(owners.get(axis, {}).values())
+        orphans = subtract([(0, line.num_units)], [interval for intervals in distinct for interval in intervals])
         if not orphans:
             continue
         by_slot = holders.by_slot(axis)
-        key = id(by_slot)
-        if key not in classes_of:
-            cut_of[key], classes_of[key] = _classes(by_slot, position)
-        classes = classes_of[key]
-        grouped: dict[tuple[int, ...], list[Interval]] = defaultdict(list)
-        for lo, hi, who in segments(cut_of[key], orphans):
-            grouped[who].append((lo, hi))
-        for who, intervals in grouped.items():
-            if not who:
+        if id(by_slot) not in classes:
+            classes[id(by_slot)] = _Classes(by_slot, position)
+        for members, intervals in classes[id(by_slot)].split(orphans):
+            if not members.size:
                 missing.append(f"{intervals} of {axis}")
                 continue
-            members = [classes[index] for index in who]
-            candidates = members[0] if len(members) == 1 else np.sort(np.concatenate(members))
-            found.append(
-                _Orphans(axis=axis, unit_size=sizes[axis], intervals=intervals, candidates=candidates)
-            )
+            found.append(_Orphans(axis=axis, unit_size=sizes[axis], intervals=intervals, candidates=members))
     if missing:
         raise ValueError(f"nobody holds {'; '.join(missing)}; every replica must hold the whole model")
     return found
 
 
-def _classes(
-    by_slot: Mapping[int, Intervals], position: Mapping[int, int]
-) -> tuple[dict[int, Intervals], dict[int, Integers]]:
-    """Numbers the classes: what each holds, and the positions of its slots."""
-    by_identity: dict[int, tuple[Intervals, list[int]]] = {}
-    for slot in sorted(by_slot):
-        intervals = by_slot[slot]
-        by_identity.setdefault(id(intervals), (intervals, []))[1].append(position[slot])
-    by_value: dict[Intervals, list[int]] = {}
-    for intervals, places in by_identity.values():
-        by_value.setdefault(intervals, []).extend(places)
-    cut = dict(enumerate(by_value))
-    members = {index: np.sort(np.array(places)) for index, places in enumerate(by_value.values())}
-    return cut, members
+class _Classes:
+    """The classes of one axis.
+
+    Args:
+        by_slot: what each slot holds of it.
+        position: slot -> its place among all slots.
+    """
+
+    def __init__(self, by_slot: Mapping[int, Intervals], position: Mapping[int, int]) -> None:
+        by_identity: dict[int, tuple[Intervals, list[int]]] = {}
+        for slot in sorted(by_slot):
+            intervals = by_slot[slot]
+            by_identity.setdefault(id(intervals), (intervals, []))[1].append(position[slot])
+        by_value: dict[Intervals, list[int]] = {}
+        for intervals, places in by_identity.values():
+            by_value.setdefault(intervals, []).extend(places)
+        self._cut = dict(enumerate(by_value))
+        self._members = [np.sort(np.array(places, dtype=np.int64)) for places in by_value.values()]
+
+    def split(self, intervals: Intervals) -> list[tuple[Integers, list[Interval]]]:
+        """The units grouped by the positions of all slots that hold them."""
+        grouped: dict[tuple[int, ...], list[Interval]] = defaultdict(list)
+        for lo, hi, who in segments(self._cut, intervals):
+            grouped[who].append((lo, hi))
+        return [(self._union(who), units) for who, units in grouped.items()]
+
+    def _union(self, who: tuple[int, ...]) -> Integers:
+        if len(who) == 1:
+            return self._members[who[0]]
+        empty = [np.zeros(0, dtype=np.int64)]
+        return np.sort(np.concatenate(empty + [self._members[index] for index in who]))
 
 
-def _numel(layout: Layout, sizes: Mapping[str, int], position: Mapping[int, int]) -> Integers:
+def _numel(owners: Cuts, sizes: Mapping[str, int], position: Mapping[int, int]) -> Integers:
     """Elements of each slot."""
     numel = [0] * len(position)
-    for axis, by_slot in layout.cuts.items():
+    for axis, by_slot in owners.items():
         size = sizes[axis]
         for slot, intervals in by_slot.items():
-            for lo, hi in intervals:
-                numel[position[slot]] += (hi - lo) * size
+            numel[position[slot]] += count_units(intervals) * size
     return np.array(numel, dtype=np.int64)
-
-
-def _with(layout: Layout, assigned: Mapping[str, Mapping[int, Iterable[Interval]]]) -> Layout:
-    """A layout with more intervals; what it changes is stored in ascending order."""
-    cuts: dict[str, Mapping[int, Intervals]] = dict(layout.cuts)
-    for axis, by_slot in assigned.items():
-        before = layout.by_slot(axis)
-        cuts[axis] = {
-            **before,
-            **{slot: normalize((*before.get(slot, ()), *intervals)) for slot, intervals in by_slot.items()},
-        }
-    return Layout(cuts)

@@ -11,12 +11,13 @@ from typing import get_args
 from nep.planning.assembly import ExpertAxes, assemble, hold_experts
 from nep.planning.cluster import Cluster
 from nep.planning.intervals import subtract, union
-from nep.planning.lanes import Cuts, form_lanes, hold_dense, keep_dense, make_lanes
+from nep.planning.lanes import form_lanes, hold_dense, make_lanes
 from nep.planning.layout import Lines, axis_lines
 from nep.planning.mirrors import place_mirrors
 from nep.planning.plan import Plan, Redundancy
-from nep.planning.replica_cuts import CutsFromScratch, Prices, Slots, repair_cuts
+from nep.planning.replica_cuts import CutsFromScratch, Prices
 from nep.planning.replicas import is_even, replica_choices
+from nep.planning.survivors import go_on
 
 
 def plan_from_scratch(
@@ -103,4 +104,52 @@ def plan_after_failure(plan: Plan, cluster: Cluster, lines: Lines) -> Plan:
     survivors = tuple(left for replica in plan.replicas if (left := tuple(s for s in replica if s in healthy)))
     experts = ExpertAxes.of(lines)
     prices = None if experts is None else Prices.unknown(experts, cluster.speeds_ppm)
-    return repaired(plan, survivors, cluster, lines, prices=prices, global_batch_size=plan.global_batch_size)
+    return go_on(
+        plan,
+        survivors,
+        cluster=cluster,
+        lines=lines,
+        prices=prices,
+        global_batch_size=plan.global_batch_size,
+        redundancy=plan.redundancy,
+        new_mirrors=False,
+    )
+
+
+def plan_mirrors(plan: Plan, cluster: Cluster, lines: Lines) -> Plan:
+    """Gives every owner its mirrors, all on one partner as far as possible; see `place_mirrors`.
+
+    Mirrors stay where they are unless their owner's pair is broken, or has to be opened for a slot that lost
+    its partner. Units whose owner is new follow it to its own partner.
+
+    Returns:
+        The next plan, or the same object if there is nothing to do: everything has its mirror in place,
+        redundancy is none, or there is no second slot.
+
+    Raises:
+        ValueError: if a slot of the plan is not of the cluster.
+    """
+    _require_known(plan, cluster)
+    mirrors = place_mirrors(plan, cluster, lines)
+    if mirrors is plan.mirrors:
+        return plan
+    return replace(plan, number=plan.number + 1, mirrors=mirrors)
+
+
+def lost_intervals(plan: Plan, live: Collection[int], lines: Lines) -> list[tuple[str, int, int]]:
+    """``(axis, lo, hi)`` with neither a live owner nor a live mirror, in canonical order.
+
+    If there is one, its master weights and moments are gone and the job needs a checkpoint.
+    """
+    owners, mirrors = plan.owners.restrict(live), plan.mirrors.restrict(live)
+    lost: list[tuple[str, int, int]] = []
+    for axis, line in axis_lines(lines).items():
+        kept = union(owners.covered(axis), mirrors.covered(axis))
+        lost += [(axis, lo, hi) for lo, hi in subtract([(0, line.num_units)], kept)]
+    return lost
+
+
+def _require_known(plan: Plan, cluster: Cluster) -> None:
+    unknown = sorted(set(plan.slots) - {slot.index for slot in cluster.slots})
+    if unknown:
+        raise ValueError(f"slots {unknown} of plan {plan.number} are not of the cluster; list failed slots too")

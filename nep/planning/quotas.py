@@ -273,8 +273,7 @@ class LayerQuotas:
         hosts: list[list[int]] = [[] for _ in range(len(self._shared))]
         for expert, host in zip(position.tolist(), slot.tolist(), strict=True):
             hosts[expert].append(host)
-        used = copies.any(axis=0).tolist()
-        total_speed = sum(speed for speed, any_copy in zip(speeds, used, strict=True) if any_copy)
+        total_speed = sum(speeds[used] for used in np.flatnonzero(copies.any(axis=0)).tolist())
         self.graph = TokenGraph(hosts, speeds, total_speed)
 
     def split(self, counts: Counts) -> Counts:

@@ -16,6 +16,7 @@ from nep.planning.intervals import Intervals
 from nep.planning.layout import Layout
 from nep.planning.loads import ExpertLoads
 from nep.planning.placement.place import Placement, place
+from nep.planning.placement.warm import warm
 
 Slots = Sequence[int]
 Dealt = list[list[Intervals]]
@@ -139,6 +140,45 @@ def repair_cuts(
     asked = [questions.ask(slots, held_by(holders, prices.experts, slots)) for slots in survivors]
     questions.answer()
     return [[answer.dealt for answer in of_replica] for of_replica in asked]
+
+
+def adapt_cuts(
+    holders: Layout,
+    replicas: Sequence[Slots],
+    prices: Prices,
+    *,
+    unit_s: float,
+    limits: Mapping[int, int] | None = None,
+) -> list[Dealt]:
+    """What slots hold after the moves that pay: for loads or speeds that have changed, or slots that have come.
+
+    Args:
+        holders: the layout to start from; each replica has all units.
+        replicas: slots of each; new ones hold nothing.
+        prices: what placement goes by.
+        unit_s: seconds per step that moving one unit must gain.
+        limits: see `CutsFromScratch`.
+    """
+    experts = prices.experts
+    known: dict[object, Dealt] = {}
+    adapted: list[Dealt] = []
+    for slots in replicas:
+        held = held_by(holders, experts, slots)
+        cost, speeds = prices.cost_of(slots), prices.speeds(slots)
+        room = None if limits is None else tuple(limits[slot] for slot in slots)
+        key = (tuple(speeds), cost, room, tuple(tuple(of_layer) for of_layer in held))
+        if key not in known:
+            change = warm(
+                count_cut(held, experts.num_experts, experts.units_per_expert),
+                prices.loads,
+                speeds=speeds,
+                cost=cost,
+                memory_units=None if room is None else np.array(room),
+                unit_s=unit_s,
+            )
+            known[key] = redeal_cut(change.units, held, experts.units_per_expert)
+        adapted.append(known[key])
+    return adapted
 
 
 @dataclass(eq=False)

@@ -65,7 +65,7 @@ def export_plan(plan: Plan, shape: ModelShape, form: Format) -> Export:
 
 def _experts(plan: Plan, held: HeldExperts, replica: int) -> Experts:
     places = [plan.slots.index(slot) for slot in plan.replicas[replica]]
-    return [[[int(expert) for expert in table[:, place].nonzero()[0]] for place in places] for table in held.units]
+    return [[held.units(layer, place).nonzero()[0].tolist() for place in places] for layer in range(len(held.layers))]
 
 
 def _one_placement(plan: Plan, held: HeldExperts, form: Format) -> Experts:

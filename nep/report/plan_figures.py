@@ -7,9 +7,8 @@ import numpy as np
 from numpy.typing import NDArray
 
 from nep.planning.cost_model import StepTime, transfer_seconds
-from nep.planning.layout import Lines, axis_unit_numel
+from nep.planning.layout import Intervals, LineKind, Lines, axis_lines, axis_unit_numel
 from nep.planning.plan import Plan
-from nep.planning.replica_time import expert_axes, expert_units
 from nep.planning.request import Planned, PlanRequest
 from nep.planning.shapes import parameter_lines
 from nep.planning.transfer import Transfer
@@ -46,30 +45,29 @@ class TransferFigures:
 
 @dataclass(frozen=True, kw_only=True, eq=False)
 class HeldExperts:
-    """Who holds which part of which expert.
+    """Who holds which part of which expert. Most slots and layers are alike, so each way of holding is kept once.
 
     Attributes:
-        units: int64 [layers, experts, slots of the plan].
+        rows: int64 [ways, experts], units of each expert.
+        which: int64 [layers, slots of the plan], the way of each slot in each layer.
         units_per_expert: units of a whole one.
         layers: decoder layers that have experts.
     """
 
-    units: Units
+    rows: Units
+    which: Units
     units_per_expert: int
     layers: tuple[int, ...]
 
     @property
     def whole(self) -> NDArray[np.float64]:
         """[slots], whole experts, mean over layers."""
-        counts: NDArray[np.float64] = (self.units == self.units_per_expert).sum(axis=1).mean(axis=0)
-        return counts
+        return self._mean((self.rows == self.units_per_expert).sum(axis=1))
 
     @property
     def slices(self) -> NDArray[np.float64]:
         """[slots], experts of which only a part is held, mean over layers."""
-        partial = (self.units > 0) & (self.units < self.units_per_expert)
-        counts: NDArray[np.float64] = partial.sum(axis=1).mean(axis=0)
-        return counts
+        return self._mean(((self.rows > 0) & (self.rows < self.units_per_expert)).sum(axis=1))
 
     @property
     def are_whole(self) -> bool:
@@ -79,7 +77,21 @@ class HeldExperts:
     @property
     def layers_are_alike(self) -> bool:
         """Whether every layer is cut like the first."""
-        return bool((self.units == self.units[:1]).all())
+        return bool((self.which == self.which[:1]).all())
+
+    def units(self, layer: int, place: int) -> Units:
+        """[experts], units that a slot holds.
+
+        Args:
+            layer: index into `layers`.
+            place: index into the plan's slots.
+        """
+        row: Units = self.rows[self.which[layer, place]]
+        return row
+
+    def _mean(self, counts: Units) -> NDArray[np.float64]:
+        means: NDArray[np.float64] = counts[self.which].mean(axis=0)
+        return means
 
 
 def held_experts(plan: Plan, lines: Lines) -> HeldExperts:
@@ -89,16 +101,40 @@ def held_experts(plan: Plan, lines: Lines) -> HeldExperts:
         plan: whose holders.
         lines: the model's.
     """
-    axes = expert_axes(lines)
-    first = next(line for line in lines.values() if line.axis == axes[0])
+    axes = {axis: line for axis, line in axis_lines(lines).items() if line.kind is LineKind.EXPERTS}
+    first = next(iter(axes.values()))
     assert first.units_per_expert is not None  # it is an expert line
-    units, _ = expert_units(plan.holders, plan.slots, lines)
-    layers = {line.axis: line.layer for line in lines.values()}
+    size = first.units_per_expert
+    by_cut: dict[Intervals, int] = {}
+    by_row: dict[bytes, int] = {}
+    rows: list[Units] = []
+    which = np.empty((len(axes), len(plan.slots)), dtype=np.int64)
+    for index, axis in enumerate(axes):
+        by_slot = plan.holders.by_slot(axis)
+        for place, slot in enumerate(plan.slots):
+            cut = by_slot.get(slot, ())
+            if cut not in by_cut:
+                row = _units(cut, size, first.num_units // size)
+                # The same units may be stored in another order.
+                by_cut[cut] = by_row.setdefault(row.tobytes(), len(rows))
+                if by_cut[cut] == len(rows):
+                    rows.append(row)
+            which[index, place] = by_cut[cut]
     return HeldExperts(
-        units=units.astype(np.int64),
-        units_per_expert=first.units_per_expert,
-        layers=tuple(layers[axis] for axis in axes),
+        rows=np.stack(rows),
+        which=which,
+        units_per_expert=size,
+        layers=tuple(line.layer for line in axes.values()),
     )
+
+
+def _units(cut: Intervals, size: int, num_experts: int) -> Units:
+    """[experts], units of each in some intervals."""
+    starts = np.arange(num_experts, dtype=np.int64) * size
+    units = np.zeros(num_experts, dtype=np.int64)
+    for lo, hi in cut:
+        units += np.clip(np.minimum(hi, starts + size) - np.maximum(lo, starts), 0, None)
+    return units
 
 
 def bytes_per_element(kind: str, workload: Workload) -> int:

@@ -4,7 +4,7 @@ The page is one file that asks the network for nothing.
 """
 
 import json
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Sequence
 from html import escape
 from typing import Any
 
@@ -92,12 +92,12 @@ def _drawn_slots(before: Plan | None, after: Plan) -> list[int]:
     rows = [sorted(slots) for slots in groups.values()] + ([sorted(rest)] if rest else [])
     if sum(map(len, rows)) <= MAX_SLOTS:
         return [slot for slots in rows for slot in slots]
-    rows.sort(key=lambda slots: (not _changes(before, after, slots), slots))
+    rows.sort(key=lambda members: (not _changes(before, after, members), members))
     drawn: list[int] = []
-    for slots in rows:
-        if drawn and len(drawn) + len(slots) > MAX_SLOTS:
+    for row in rows:
+        if drawn and len(drawn) + len(row) > MAX_SLOTS:
             break
-        drawn += slots[:MAX_SLOTS]
+        drawn += row[:MAX_SLOTS]
     return drawn
 
 
@@ -118,7 +118,7 @@ def _data(request: PlanRequest, planned: Planned, drawn: Sequence[int]) -> dict[
     lines = parameter_lines(request.shape)
     plan, before = planned.plan, request.current
     held = held_experts(plan, lines)
-    layers, experts, _ = held.units.shape
+    layers, experts = len(held.layers), held.rows.shape[1]
     loads = (request.loads or ExpertLoads.uniform(layers, experts)).normalised().mean * experts
     speeds = request.cluster.speeds_ppm
     replica = {slot: index for index, slots in enumerate(plan.replicas) for slot in slots}
@@ -161,12 +161,12 @@ def _tables(plan: Plan, held: HeldExperts, drawn: Sequence[int]) -> dict[str, An
     known: dict[str, int] = {}
     tables: list[list[list[int]]] = []
     which = []
-    for units in held.units:
+    for layer in range(len(held.layers)):
         rows: list[list[int]] = []
         for slot in drawn:
-            column = units[:, place[slot]] if slot in place else np.zeros(0, dtype=np.int64)
-            found = column.nonzero()[0]
-            rows.append(np.stack([found, column[found]], axis=1).ravel().tolist())
+            units = held.units(layer, place[slot]) if slot in place else np.zeros(0, dtype=np.int64)
+            found = units.nonzero()[0]
+            rows.append(np.stack([found, units[found]], axis=1).ravel().tolist())
         key = json.dumps(rows)
         if key not in known:
             known[key] = len(tables)
@@ -280,7 +280,7 @@ def _html_table(
     marked = set(chosen)
 
     def cells(values: Sequence[str], tag: str) -> str:
-        classes = {index: " class='text'" for index in left}
+        classes = dict.fromkeys(left, " class='text'")
         return "".join(f"<{tag}{classes.get(index, '')}>{escape(value)}</{tag}>" for index, value in enumerate(values))
 
     body = "".join(

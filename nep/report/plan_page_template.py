@@ -31,8 +31,8 @@ tr.chosen td { font-weight: 600; } .scroll { overflow: auto; max-height: 560px; 
 .bars { display: grid; grid-template-columns: max-content 1fr max-content; gap: 6px 12px; align-items: center; }
 .key { display: flex; flex-wrap: wrap; gap: 2px 18px; margin-top: 8px; }
 .key i { display: inline-block; width: 12px; height: 12px; margin-right: 6px; vertical-align: -1px; }
-#tip { position: fixed; pointer-events: none; display: none; background: var(--ink); color: var(--page); padding: 4px 8px;
-  font-size: 13px; border-radius: 3px; z-index: 1; white-space: pre; }
+#tip { position: fixed; pointer-events: none; display: none; background: var(--ink); color: var(--page);
+  padding: 4px 8px; font-size: 13px; border-radius: 3px; z-index: 1; white-space: pre; }
 </style>
 </head>
 <body>
@@ -109,7 +109,7 @@ function draw(side) {
   const top = Math.max(1e-9, ...sums);
   ctx.fillStyle = css("--quiet");
   const step = Math.max(1, Math.ceil(28 / cell));
-  for (let e = 0; e < columns; e += step) ctx.fillText(e, LABEL + e * cell, 8);
+  for (let e = 0; e < columns && (columns - e) * cell > 16; e += step) ctx.fillText(e, LABEL + e * cell, 8);
   ctx.fillText("load per speed", LABEL + columns * cell + 12, 8);
   data.rows.forEach((row, at) => {
     const held = table[at], here = side === "before" ? row.before : row.after;
@@ -125,6 +125,13 @@ function draw(side) {
     }
     ctx.fillStyle = css("--held");
     ctx.fillRect(LABEL + columns * cell + 12, tops[at] + 1, BAR * 0.95 * sums[at] / top, height - 3);
+    if (here) {  // where the bar would end if all of the replica were level
+      const mine = data.rows.map((_, i) => i).filter(i => data.rows[i].replica === row.replica && data.rows[i][side]);
+      const level = mine.reduce((a, i) => a + sums[i] * data.rows[i].speed, 0) /
+        mine.reduce((a, i) => a + data.rows[i].speed, 0);
+      ctx.fillStyle = css("--ink");
+      ctx.fillRect(LABEL + columns * cell + 12 + BAR * 0.95 * level / top, tops[at], 1, height - 1);
+    }
   });
   canvas.onmousemove = event => {
     const box = canvas.getBoundingClientRect(), x = event.clientX - box.left, yy = event.clientY - box.top;
@@ -135,7 +142,8 @@ function draw(side) {
       (held === 0 ? "nothing" : held === data.size ? "whole" : held + "/" + data.size) +
       "\\nload of the expert " + data.loads[layer][e].toFixed(2) + ", here " + loadOf(table, layer, at, e).toFixed(2);
     tip.style.display = "block";
-    tip.style.left = Math.min(event.clientX + 14, window.innerWidth - 320) + "px"; tip.style.top = event.clientY + 14 + "px";
+    tip.style.left = Math.min(event.clientX + 14, window.innerWidth - 320) + "px";
+    tip.style.top = event.clientY + 14 + "px";
   };
   canvas.onmouseleave = () => { tip.style.display = "none"; };
 }

@@ -198,7 +198,7 @@ def _alike(rows: Mapping[int, tuple[str, ...]]) -> dict[tuple[str, ...], list[in
 def _experts(held: HeldExperts, place: int) -> str:
     size = held.units_per_expert
     cuts = tuple(
-        (expert * size, expert * size + int(units)) for expert, units in enumerate(held.units[0, :, place]) if units
+        (expert * size, expert * size + int(units)) for expert, units in enumerate(held.units(0, place)) if units
     )
     return experts_text(cuts, size)
 

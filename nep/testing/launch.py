@@ -67,22 +67,12 @@ def main(argv: list[str] | None = None) -> int:
 
 
 def _parse(argv: list[str]) -> argparse.Namespace:
-    parser = argparse.ArgumentParser(
-        prog="python -m nep.testing.launch", description=__doc__.partition("\n")[0]
-    )
+    parser = argparse.ArgumentParser(prog="python -m nep.testing.launch", description=__doc__.partition("\n")[0])
     parser.add_argument("--nproc-per-node", type=int, required=True, metavar="N")
-    parser.add_argument(
-        "--nnodes", type=int, default=1, metavar="N", help="pretend that this host is N nodes"
-    )
-    parser.add_argument(
-        "--log-dir", type=Path, metavar="DIR", help="output of each worker to DIR/worker<rank>.log"
-    )
-    parser.add_argument(
-        "--timeout", type=float, metavar="S", help="kill everything after S seconds, exit code 124"
-    )
-    parser.add_argument(
-        "--grace", type=float, default=30.0, metavar="S", help="seconds from SIGTERM to SIGKILL"
-    )
+    parser.add_argument("--nnodes", type=int, default=1, metavar="N", help="pretend that this host is N nodes")
+    parser.add_argument("--log-dir", type=Path, metavar="DIR", help="output of each worker to DIR/worker<rank>.log")
+    parser.add_argument("--timeout", type=float, metavar="S", help="kill everything after S seconds, exit code 124")
+    parser.add_argument("--grace", type=float, default=30.0, metavar="S", help="seconds from SIGTERM to SIGKILL")
     parser.add_argument("--json", action="store_true", help="report as the last line of stdout")
     parser.add_argument("script", type=Path, metavar="SCRIPT.py")
     parser.add_argument("script_arguments", nargs=argparse.REMAINDER, metavar="ARGS")
@@ -178,9 +168,7 @@ class _Launch:
             os.environ.update(self._environment(rank))
             random.seed()  # a forked generator would give every worker the same "random" numbers
             if self.arguments.log_dir is not None:
-                log = os.open(
-                    self.arguments.log_dir / f"worker{rank}.log", os.O_WRONLY | os.O_CREAT | os.O_TRUNC
-                )
+                log = os.open(self.arguments.log_dir / f"worker{rank}.log", os.O_WRONLY | os.O_CREAT | os.O_TRUNC)
                 os.dup2(log, 1)
                 os.dup2(log, 2)
                 os.close(log)
@@ -237,9 +225,7 @@ class _Launch:
             raise RuntimeError("the process that hosts the control store has ended")
 
     def _give_up(self) -> int:
-        print(
-            f"time-out after {self.arguments.timeout:g} s: killing ranks {sorted(self.pids)}", file=sys.stderr
-        )
+        print(f"time-out after {self.arguments.timeout:g} s: killing ranks {sorted(self.pids)}", file=sys.stderr)
         while self.pids:
             self._signal_groups(signal.SIGKILL)
             signal.sigtimedwait(_WATCHED, _POLL_S)

@@ -10,6 +10,7 @@ from typing import Literal
 import torch
 
 from nep.fault_tolerance.injection import Failure
+from nep.moe.backends import choose_backend
 from nep.parallel.optimizer import OptimizerConfig
 from nep.planning.shapes import ModelShape
 
@@ -34,7 +35,7 @@ class TrainConfig:
         redundancy: `device` keeps a mirror of every optimizer shard on another slot; `none` does not.
         optimizer: AdamW, its schedule and clipping.
         aux_loss_coefficient: load-balancing loss; only 0 so far.
-        moe_backend: kernels of the experts.
+        moe_backend: kernels of the experts: `auto`, `grouped_mm` or `loop`.
         backend: of the process groups; gloo (CPU) only so far.
         timeout_base_s: the one value that all time-outs are derived from.
         validation_sequences: held-out sequences for the validation loss, at the beginning and at the end.
@@ -54,7 +55,7 @@ class TrainConfig:
     redundancy: Literal["device", "host", "none"] = "device"
     optimizer: OptimizerConfig = field(default_factory=OptimizerConfig)
     aux_loss_coefficient: float = 0.0
-    moe_backend: str = "loop"
+    moe_backend: str = "auto"
     backend: Literal["gloo", "nccl"] = "gloo"
     timeout_base_s: float = 30.0
     validation_sequences: int = 16
@@ -68,6 +69,16 @@ class TrainConfig:
     def torch_dtype(self) -> torch.dtype:
         return DTYPES[self.dtype]
 
+    def moe_backend_for(self, shape: ModelShape) -> tuple[str, str]:
+        """The experts' backend and why it is that one.
+
+        Raises:
+            ValueError: it cannot run this model.
+        """
+        return choose_backend(
+            self.moe_backend, self.torch_dtype, hidden_size=shape.hidden_size, neuron_block=shape.neuron_block
+        )
+
     def check(self, shape: ModelShape, num_slots: int) -> None:
         """Gather everything that is wrong and say it at once.
 
@@ -79,6 +90,10 @@ class TrainConfig:
             ValueError: one sentence per problem, with its remedy.
         """
         problems = self._size_problems(shape, num_slots)
+        try:
+            self.moe_backend_for(shape)
+        except ValueError as error:
+            problems.append(str(error))
         problems += self._unsupported()
         problems += self.optimizer.problems()
         problems += self._file_problems()
@@ -132,8 +147,6 @@ class TrainConfig:
             )
         if self.redundancy == "host":
             problems.append("redundancy 'host' is not supported yet; use 'device' or 'none'")
-        if self.moe_backend != "loop":
-            problems.append(f"moe_backend {self.moe_backend!r} is not supported yet; use 'loop'")
         return problems
 
     def _file_problems(self) -> list[str]:

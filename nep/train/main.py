@@ -36,7 +36,7 @@ from nep.train.log import log_to_file
 from nep.train.outcome import outcome, write_json, write_loads
 from nep.train.trainer import Hooks, Trainer
 
-BuildModel = Callable[[ModelShape, torch.dtype], nn.Module]
+BuildModel = Callable[[ModelShape, torch.dtype, str], nn.Module]
 
 EXIT_BAD_INPUT = 2
 
@@ -80,8 +80,8 @@ class Options:
     """Where optimizer state is mirrored; none: a lost slot means a checkpoint."""
     aux_loss_coefficient: float = 0.0
     """Load-balancing loss (only 0 so far)."""
-    moe_backend: str = "loop"
-    """Kernels of the experts."""
+    moe_backend: str = "auto"
+    """Kernels of the experts: auto, grouped_mm (float32, bfloat16) or loop (any dtype)."""
     backend: Literal["gloo", "nccl"] = "gloo"
     """Of the process groups: gloo trains on the CPU; nccl is refused until recovery works on CUDA."""
     timeout_base_s: float = 30.0
@@ -117,24 +117,29 @@ def main(build: BuildModel, arguments: Sequence[str] | None = None) -> int:
     """Run the command line.
 
     Args:
-        build: (shape, dtype) -> model on the meta device.
+        build: (shape, dtype, backend of the experts) -> model on the meta device.
         arguments: by default those of the process.
 
     Returns:
         Exit code: 0 done, 2 bad input, 3 a checkpoint is needed and none exists.
     """
-    options = tyro.cli(Options, args=arguments)
+    speaks = os.environ.get("RANK", "0") == "0"  # all processes find the same mistake; one says so
+    options = tyro.cli(Options, args=arguments, console_outputs=speaks)
     run_dir = options.run_dir
     try:
         spec = job_from_environment(run_dir=run_dir, timeout_base_s=max(options.timeout_base_s, 1e-3))
-        num_slots = options.dry_run_slots or (spec.num_slots if spec else 1)
+        num_slots = spec.num_slots if spec else 1
+        if options.dry_run_slots is not None:
+            if not options.dry_run or options.dry_run_slots < 1:
+                raise ValueError(f"dry_run_slots ({options.dry_run_slots}) must be at least 1, and needs --dry-run")
+            num_slots = options.dry_run_slots
         request = _checked(options, num_slots)
         if options.dry_run:
             if spec is None or spec.slot == 0:
                 print(_dry_run_text(request, num_slots))
             return 0
     except ValueError as error:
-        if os.environ.get("RANK", "0") == "0":
+        if speaks:
             print(f"train: {error}", file=sys.stderr)
         return EXIT_BAD_INPUT
     return _start(build, request, spec, run_dir)
@@ -226,8 +231,10 @@ def _train(build: BuildModel, request: _Request, job: Job) -> int:
     log_to_file(job.log_path)
     logging.getLogger(__name__).info("%s", request.config)
     view = _View(request)
+    backend, why = request.config.moe_backend_for(request.shape)
+    logging.getLogger(__name__).info("experts run with %s: %s", backend, why)
     dtype = request.config.torch_dtype
-    trainer = Trainer(lambda: build(request.shape, dtype), request.data, request.config, view.hooks())
+    trainer = Trainer(lambda: build(request.shape, dtype, backend), request.data, request.config, view.hooks())
     try:
         return trainer.run(job)
     finally:

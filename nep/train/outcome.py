@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import math
 import os
 from pathlib import Path
 from typing import Any
@@ -53,10 +54,18 @@ def outcome(trainer: Trainer, model_name: str) -> dict[str, Any]:
 
 
 def write_json(path: Path, result: dict[str, Any]) -> None:
-    """Write the object at once or not at all."""
+    """Write the object at once or not at all; null where a number is not finite, which JSON does not have."""
     unfinished = path.with_name(path.name + ".unfinished")
-    unfinished.write_text(json.dumps(result, indent=1) + "\n")
+    unfinished.write_text(json.dumps(_finite(result), indent=1, allow_nan=False) + "\n")
     os.replace(unfinished, path)
+
+
+def _finite(value: Any) -> Any:
+    if isinstance(value, dict):
+        return {key: _finite(entry) for key, entry in value.items()}
+    if isinstance(value, list):
+        return [_finite(entry) for entry in value]
+    return None if isinstance(value, float) and not math.isfinite(value) else value
 
 
 def write_loads(path: Path, trainer: Trainer, model_name: str) -> None:

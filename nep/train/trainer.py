@@ -292,8 +292,8 @@ class Trainer:
         if self._protected == self.plan.number:
             return
         plan = plan_mirrors(self.plan, run.cluster, run.recipe.lines)
-        self._protected = plan.number
         if plan is self.plan:
+            self._protected = plan.number
             return
         settle(run)
         log.warning("completing the mirrors as layout %d", plan.number)
@@ -310,6 +310,8 @@ class Trainer:
             probe=run.probe_at(self.step + 1),
         )
         commit_layout(run, moved)
+        # Only now: the number of a layout that was not committed is used again, by the plan that recovery makes.
+        self._protected = plan.number
         self._install()
 
     def _validate(self) -> float:

@@ -21,6 +21,7 @@ from nep.fault_tolerance.control_store import (
     fault_key,
     fence_key,
     job_key,
+    supervisor_key,
 )
 from nep.fault_tolerance.environment import job_from_environment, single_process_job
 from nep.fault_tolerance.job import Job
@@ -64,6 +65,8 @@ def healthy(job: Job) -> int:
 def kill(job: Job) -> int:
     if job.slot != 1:
         return see_fault_and_finish(job)
+    # Until it is up, a supervisor can report nothing: opening its connection may wait for the DNS.
+    assert job.connect().wait(supervisor_key(1), WAIT_S)
     note(job, killed_s=time.time())
     os.kill(os.getpid(), signal.SIGKILL)
     raise AssertionError("unreachable")
@@ -84,6 +87,7 @@ def exception(job: Job) -> int:
 def freeze(job: Job) -> int:
     store = job.connect()
     if job.slot == 1:
+        assert store.wait(supervisor_key(1), WAIT_S)
         store.set("frozen", "1")
         os.kill(os.getpid(), signal.SIGSTOP)
         raise AssertionError("a stopped process went on")

@@ -15,9 +15,7 @@ REPOSITORY = Path(__file__).parents[2]
 pytestmark = pytest.mark.timeout(90)
 
 
-def launch(
-    tmp_path: Path, script: str, *options: str, arguments: tuple[str, ...] = ()
-) -> tuple[int, Any, str]:
+def launch(tmp_path: Path, script: str, *options: str, arguments: tuple[str, ...] = ()) -> tuple[int, Any, str]:
     """Return the launcher's exit code, its report and the rest of its output."""
     path = tmp_path / "script.py"
     path.write_text(textwrap.dedent(script))
@@ -58,9 +56,7 @@ def test_workers_see_what_torchrun_shows(tmp_path: Path) -> None:
     assert report["timed_out"] is False
     for rank in range(4):
         environ, argv, name, leader = json.loads((tmp_path / f"{rank}.json").read_text())
-        assert {
-            key: environ[key] for key in ("LOCAL_RANK", "GROUP_RANK", "WORLD_SIZE", "LOCAL_WORLD_SIZE")
-        } == {
+        assert {key: environ[key] for key in ("LOCAL_RANK", "GROUP_RANK", "WORLD_SIZE", "LOCAL_WORLD_SIZE")} == {
             "LOCAL_RANK": str(rank % 2),
             "GROUP_RANK": str(rank // 2),
             "WORLD_SIZE": "4",

@@ -25,6 +25,7 @@ class Rules:
     Attributes:
         cut: whether pieces may be cut; otherwise they go whole.
         per_unit: whether gain is counted per unit moved (what is moved must travel) or as such.
+        thrift: what a second added elsewhere counts. Below 1, room on other slots is taken for cheap.
         steps: most moves per layer.
         tolerance: how far above the level, relatively, a layer is done.
         least_gain: relative gain of the busiest slot below which a move is not worth it.
@@ -32,6 +33,7 @@ class Rules:
 
     cut: bool = True
     per_unit: bool = False
+    thrift: float = 1.0
     steps: int = 48
     tolerance: float = 5e-4
     least_gain: float = 3e-4
@@ -209,7 +211,7 @@ def _score(
     level = front.level.reshape(shape)
     busiest = front.busiest.reshape(shape)
     surplus = np.maximum(after_a - level, 0) + np.maximum(after_b - level, 0)
-    gain = busiest - level + np.maximum(busy_b - level, 0) - surplus - added
+    gain = busiest - level + np.maximum(busy_b - level, 0) - surplus - rules.thrift * added
     better = np.maximum(after_a, after_b) < busiest * (1 - rules.least_gain)
     if rules.per_unit:
         better &= gain > 0

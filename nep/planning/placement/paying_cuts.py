@@ -5,8 +5,8 @@ from numpy.typing import NDArray
 
 from nep.planning.placement.bounds import pieces_needed
 from nep.planning.placement.descent import Rules, descend
-from nep.planning.placement.problem import Floats, Integers, Problem
-from nep.planning.placement.spread import Portion, spread
+from nep.planning.placement.problem import Floats, Problem
+from nep.planning.placement.spread import spread_each
 from nep.planning.placement.state import State
 from nep.planning.placement.whole import fill_whole
 
@@ -67,31 +67,6 @@ def _place(state: State, deadline_s: Floats, equal: NDArray[np.bool_]) -> None:
     left = fill_whole(state, ~forced)
     if left.any():
         spread_each(state, np.where(left, size, 0), np.full_like(pieces, size), deadline_s)
-
-
-def spread_each(state: State, units: Integers, max_units: Integers, level_s: Floats) -> None:
-    """Spreads units of several experts of every layer, the hottest expert first.
-
-    Args:
-        state: changed in place.
-        units: ``[L, E]``, to be placed.
-        max_units: ``[L, E]``, most that one slot may get of an expert.
-        level_s: ``[L]``, seconds up to which slots may be filled.
-    """
-    problem = state.problem
-    weight = np.where(units > 0, problem.work_s + problem.row_s, -1.0)
-    order = np.argsort(-weight, axis=1, kind="stable")
-    for rank in range(int((units > 0).sum(axis=1).max(initial=0))):
-        expert = order[:, rank]
-        layers = np.flatnonzero(units[np.arange(problem.num_layers), expert] > 0)
-        expert = expert[layers]
-        portion = Portion(
-            layers=layers,
-            experts=expert,
-            units=units[layers, expert],
-            max_units=max_units[layers, expert],
-        )
-        spread(state, portion, level_s[layers])
 
 
 def polish(state: State, *, cut: bool = True) -> None:

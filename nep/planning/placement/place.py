@@ -219,7 +219,7 @@ def _place_in_pool(problem: Problem, cut: bool) -> Placement:
     even = split_pool(problem.pool, layers)
     loose = loose_limits(problem.pool, layers, problem.units_per_expert, problem.units_per_layer)
     found = _place_by_layer(
-        replace(problem, limits=np.maximum(np.broadcast_to(loose, even.shape), even), pool=None), cut
+        problem.split(np.maximum(np.broadcast_to(loose, even.shape), even)), cut
     )
     held = np.swapaxes(found.units, 1, 2)
     strict = 0
@@ -240,7 +240,7 @@ def _place_in_pool(problem: Problem, cut: bool) -> Placement:
     considered = found.considered
     if strict:
         limits = split_pool(room, strict)
-        tight = _place_by_layer(replace(problem.select(last), limits=limits, pool=None), cut)
+        tight = _place_by_layer(problem.select(last).split(limits), cut)
         result[last] = np.swapaxes(tight.units, 1, 2)
         seconds[last] = tight.seconds
         considered += tuple(replace(one, name=f"{one.name} (tight memory)") for one in tight.considered)

@@ -121,6 +121,10 @@ class Problem:
             work = self.tokens if self.tokens.any() else np.ones_like(self.tokens)
         return replace(self, work_s=work, row_s=np.maximum(self.row_s, ROW_THRIFT * work))
 
+    def split(self, limits: Integers) -> "Problem":
+        """The same problem with limits ``[L, S]`` for each layer in place of a pool."""
+        return replace(self, limits=limits, pool=None)
+
     def select(self, layers: NDArray[np.int64] | NDArray[np.bool_]) -> "Problem":
         """The problem of some layers alone; their pool, if any, is that of all."""
         return replace(

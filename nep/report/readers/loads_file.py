@@ -28,38 +28,44 @@ class LoadsFile:
 
     Attributes:
         counts: float64 [steps, layers, experts].
+        where: the file, for messages.
         model: name of the model that they are of, if the file says so.
     """
 
     counts: NDArray[np.float64]
+    where: str
     model: str | None = None
 
 
 def read_loads(path: Path, shape: ModelShape, *, last_steps: int | None = None) -> ExpertLoads:
-    """Loads of a model's MoE layers.
+    """Loads of a model's MoE layers; see `read_counts` and `loads_of`."""
+    return loads_of(read_counts(path), shape, last_steps=last_steps)
+
+
+def loads_of(read: LoadsFile, shape: ModelShape, *, last_steps: int | None = None) -> ExpertLoads:
+    """Mean and variance of what was counted in a model's MoE layers.
 
     Dense layers, which dumps list with zeros, are left out.
 
     Args:
-        path: .npz, .json, .jsonl or .pt.
+        read: the counts.
         shape: the model.
         last_steps: use the last so many steps only.
 
     Raises:
-        ValueError: the file is none of these, or is of a model of other sizes.
+        ValueError: the counts are of a model of other sizes, or of fewer steps.
     """
-    read = read_counts(path)
-    counts = moe_layers(read.counts, shape, str(path))
+    counts = moe_layers(read.counts, shape, read.where)
     if last_steps is not None:
         if not 1 <= last_steps <= counts.shape[0]:
-            raise ValueError(f"last steps ({last_steps}) must be 1 to {counts.shape[0]}, the steps of {path}")
+            raise ValueError(f"last steps ({last_steps}) must be 1 to {counts.shape[0]}, the steps of {read.where}")
         counts = counts[-last_steps:]
     if not counts.any():
-        raise ValueError(f"{path} counts no token at all; leave the loads out to plan for equal ones")
+        raise ValueError(f"{read.where} counts no token at all; leave the loads out to plan for equal ones")
     return ExpertLoads.from_counts(counts)
 
 
-def moe_layers(counts: NDArray[np.float64], shape: ModelShape, where: str = "loads") -> NDArray[np.float64]:
+def moe_layers(counts: NDArray[np.float64], shape: ModelShape, where: str) -> NDArray[np.float64]:
     """The counts without dense layers, which must be zero.
 
     Args:
@@ -135,12 +141,12 @@ def _from_lines(path: Path) -> LoadsFile:
         raise ValueError(f"{path} has no line with counts; {_FORMS}")
     if len({counts.shape[1:] for counts in steps}) > 1:
         raise ValueError(f"lines of {path} differ in layers or experts; keep those of one model")
-    return LoadsFile(counts=np.concatenate(steps))
+    return LoadsFile(counts=np.concatenate(steps), where=str(path))
 
 
 def _from_value(value: Any, path: Path) -> LoadsFile:
     if isinstance(value, list):
-        return LoadsFile(counts=_counts(value, str(path)))
+        return LoadsFile(counts=_counts(value, str(path)), where=str(path))
     if not isinstance(value, dict):
         raise ValueError(f"{path} holds {type(value).__name__}; {_FORMS}")
     return _from_arrays(value, path)
@@ -153,12 +159,12 @@ def _from_arrays(arrays: Mapping[str, Any], path: Path) -> LoadsFile:
     model = str(arrays["model"]) if "model" in arrays else None
     for key in _KEYS:
         if key in arrays:
-            return LoadsFile(counts=_counts(arrays[key], str(path)), model=model)
+            return LoadsFile(counts=_counts(arrays[key], str(path)), where=str(path), model=model)
     # A table for each of several workloads, by name: each counts as a step.
     tables = [_counts(entry, f"{path}, {name}") for name, entry in arrays.items() if _is_table(entry)]
     if not tables or len({table.shape for table in tables}) > 1:
         raise ValueError(f"{path} has neither counts nor logical_count, but {', '.join(arrays) or 'nothing'}; {_FORMS}")
-    return LoadsFile(counts=np.concatenate(tables), model=model)
+    return LoadsFile(counts=np.concatenate(tables), where=str(path), model=model)
 
 
 def _is_table(entry: Any) -> bool:

@@ -52,9 +52,7 @@ def test_compare_and_set_writes_once(store: ControlStore) -> None:
     assert store.get("k") == "second"
 
 
-def test_compare_and_set_tells_an_absent_key_from_the_expectation(
-    store: ControlStore, server: dist.TCPStore
-) -> None:
+def test_compare_and_set_tells_an_absent_key_from_the_expectation(store: ControlStore, server: dist.TCPStore) -> None:
     assert store.compare_and_set("absent", "expected", "new") == ""
     assert store.get("absent") is None
     # Why the wrapper is needed: torch answers what was expected, as if it were there.
@@ -226,9 +224,7 @@ def mortal_server() -> Iterator["subprocess.Popen[str]"]:
         "print(store.port, flush=True)\n"
         "sys.stdin.read()\n"
     )
-    process = subprocess.Popen(
-        [sys.executable, "-c", code], stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True
-    )
+    process = subprocess.Popen([sys.executable, "-c", code], stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True)
     yield process
     process.kill()
     process.communicate()

@@ -44,9 +44,7 @@ def test_no_launcher(tmp_path: Path) -> None:
 
 
 def test_missing_variables_are_named(tmp_path: Path) -> None:
-    with pytest.raises(
-        ValueError, match=r"without LOCAL_RANK, .*TORCHELASTIC_RUN_ID.*; start the job with torchrun"
-    ):
+    with pytest.raises(ValueError, match=r"without LOCAL_RANK, .*TORCHELASTIC_RUN_ID.*; start the job with torchrun"):
         job_from_environment(run_dir=tmp_path, environ={"RANK": "0", "WORLD_SIZE": "1"})
 
 

@@ -143,6 +143,18 @@ def test_gradients_of_replicas_take_one_collective_per_class(per_node: int) -> N
     assert found["mirror"] == found["optimizer"] == 0
 
 
+def test_a_collective_over_uneven_domains_leaves_more_to_each_slot_of_the_small_one() -> None:
+    plan = _plan(Cluster.uniform(5, 5), sequences=5)
+    domains = {0: 0, 1: 0, 2: 0, 3: 1, 4: 1}
+    found, direct = grad_traffic(plan, LINES, domains, "reduce_scatter")
+    assert direct.busiest.sum() == 0
+    dense = SHAPE.num_parameters - L * E * 3 * D * F
+    near = [dense * (size - 1) / size for size in (3, 3, 3, 2, 2)]
+    far = [dense / size / 2 for size in (3, 3, 3, 2, 2)]
+    np.testing.assert_allclose(found.sent, [near, far], rtol=0.05)
+    np.testing.assert_array_equal(found.received, found.sent)
+
+
 def _by_pieces(transfer: Transfer, slots: tuple[int, ...], node: dict[int, int]) -> tuple[np.ndarray, ...]:
     """Elements that each slot sends and gets, near and far, counted piece by piece."""
     numel = axis_unit_numel(LINES)
@@ -235,6 +247,21 @@ def test_a_slow_slot_holds_up_its_replica_and_takes_fewer_sequences() -> None:
     # All experts get the same, in 8 and in 7 lanes' tokens.
     assert found["expert_gemm"] == pytest.approx(2 * L * K * (8 + 7) / 8 * S * EXPERT / FLOPS)
     assert found.binding["expert_gemm"].slot == 3
+
+
+def test_only_the_replica_with_the_slow_slot_is_slow_and_it_updates_slowly() -> None:
+    slots = tuple(Slot(index, 0, speed_ppm=250_000 if index == 5 else 1_000_000) for index in range(8))
+    cluster = Cluster(slots)
+    full = Cluster.uniform(8, 8)
+    plan = replace(_plan(full, replicas=2, sequences=8), speeds_ppm=tuple(slot.speed_ppm for slot in slots))
+    hardware = replace(IDEAL, optimizer_bytes_per_s=1e9)
+    found = _predict(plan, cluster, hardware)
+    before = _predict(_plan(full, replicas=2, sequences=8), full, hardware)
+    assert found.replica == 1
+    assert found["attention"] == pytest.approx(4 * before["attention"])
+    assert found.by_slot[0] == before.by_slot[0]
+    assert found.by_slot[5]["optimizer"] == pytest.approx(4 * before.by_slot[5]["optimizer"])
+    assert found.binding["optimizer"].slot == found.binding["attention"].slot == 5
 
 
 def test_copies_share_tokens_evenly_or_by_quota() -> None:
@@ -353,6 +380,10 @@ def test_few_rows_wait_for_the_weights_to_be_read() -> None:
     moved = L * K * S * (8 * F + 8 * D) * 4
     assert found["expert_gemm"] == pytest.approx((weights + moved) / 1e9)
     assert found.binding["expert_gemm"].resource == "memory"
+    # Reading weights and computing with them go on at once, so the longer one counts.
+    products = L * K * S * EXPERT
+    even = _predict(plan, cluster, replace(slow, flops_per_s={4: products / (weights / 1e9) / 2}))
+    assert even["expert_gemm"] == pytest.approx((2 * weights + moved) / 1e9)
 
 
 def test_replicas_that_are_alike_are_predicted_alike() -> None:
