@@ -1,9 +1,10 @@
 """Predicts the seconds of a training step from a plan, part by part.
 
 A step is what the slots of a plan do between two votes: rounds of forward and backward, gradient sums to
-owners, sums to mirrors, vote, optimizer, parameters back. Nothing is taken to overlap. Inside a replica the
-slots are in lock-step: every exchange of rows waits for the last of them, so a layer costs its busiest slot
-and the step the sum over layers of that, not the busiest sum. Replicas meet at the gradients.
+owners, sums to mirrors, vote, optimizer, parameters back. Nothing is taken to overlap unless the workload says
+so. Inside a replica the slots are in lock-step: every exchange of rows waits for the last of them, so a layer
+costs its busiest slot and the step the sum over layers of that, not the busiest sum. Replicas meet at the
+gradients.
 
 What is left out is listed in ``docs/planner-cost-model.md``.
 """
@@ -17,11 +18,12 @@ import numpy as np
 from nep.planning.cluster import Cluster
 from nep.planning.costs import PlacementCost
 from nep.planning.hardware import HardwareProfile, scale_up_domains
-from nep.planning.kernel_costs import Busy, Floats, Kernels
+from nep.planning.held import Floats, expert_axes
+from nep.planning.kernel_costs import Busy, Kernels
 from nep.planning.layout import Lines, axis_lines, axis_unit_numel, count_units
 from nep.planning.loads import ExpertLoads
 from nep.planning.plan import Plan
-from nep.planning.replica_time import ReplicaTime, expert_axes, replica_time, row_bytes
+from nep.planning.replica_time import ReplicaTime, replica_time, row_bytes
 from nep.planning.shapes import ModelShape, parameter_lines
 from nep.planning.traffic import grad_traffic, mirror_traffic, transfer_traffic
 from nep.planning.transfer import Transfer
@@ -68,7 +70,7 @@ class StepTime:
 
     Attributes:
         parts: part -> seconds that the step takes for it, i.e. that its busiest slots take; all of `PARTS`.
-        by_slot: slot -> part -> seconds that the slot itself is busy with it; the rest it waits.
+        by_slot: slot -> part -> seconds that the slot itself is busy with it, hidden or not; the rest it waits.
         binding: part -> the slot and the resource that bind it; only parts that take time.
         replica: index of the slowest replica, whose forward and backward count.
         rounds: forward and backward passes of that replica.
@@ -139,6 +141,8 @@ def step_time(
             by_slot[slot].update(busy)
     binding = {part: Binding(*bound) for part, bound in replicas[slowest].binding.items()}
     _between_replicas(plan, shape, workload, hardware, lines, domains, parts, by_slot, binding)
+    if workload.overlap:
+        _overlap(parts, workload, replicas[slowest].rounds, shape.num_layers)
     tokens = sum(replica.tokens for replica in replicas)
     rows = sum(replica.rows_per_token * replica.tokens for replica in replicas)
     return StepTime(
@@ -339,6 +343,25 @@ def _between_replicas(
     update: Busy = Kernels(shape, workload, hardware).optimizer(owned, mirrored)
     add("optimizer", update.total / speeds, "memory")
     add("vote", np.full(len(plan.slots), _vote_seconds(plan, hardware, domains)), "latency")
+
+
+def _overlap(parts: dict[str, float], workload: Workload, rounds: int, num_layers: int) -> None:
+    """Leaves of the parts between replicas what the products beside them do not hide, in place.
+
+    Only products hide anything: dispatch wants the links itself. Gradients are complete in the last round.
+    """
+    products = sum(parts[part] for part in ("expert_gemm", "attention", "dense")) / rounds
+    backward = products * (3 / 4 if workload.recompute else 2 / 3)
+    sums = parts["grad_sync"] + parts["mirror"]
+    sticks_out = _exposed(sums, backward, num_layers) / sums if sums else 0.0
+    parts["grad_sync"] *= sticks_out
+    parts["mirror"] *= sticks_out
+    parts["parameter_return"] = _exposed(parts["parameter_return"], products / 3, num_layers)
+
+
+def _exposed(seconds: float, beside: float, buckets: int) -> float:
+    """What sticks out of a pipeline of equal buckets: the last one, or all that the other work is too short for."""
+    return max(seconds / buckets, seconds - beside + beside / buckets)
 
 
 def _vote_seconds(plan: Plan, hardware: HardwareProfile, domains: Mapping[int, int]) -> float:

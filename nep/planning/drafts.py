@@ -19,7 +19,7 @@ from nep.planning.dealing import Integers, deal_cut, redeal_cut
 from nep.planning.hardware import scale_up_domains
 from nep.planning.intervals import Interval, Intervals, subtract, union
 from nep.planning.lanes import form_lanes, hold_dense, make_lanes
-from nep.planning.layout import Layout, axis_unit_numel
+from nep.planning.layout import Layout, axis_unit_numel, count_units
 from nep.planning.loads import ExpertLoads
 from nep.planning.memory_model import (
     Memory,
@@ -28,6 +28,7 @@ from nep.planning.memory_model import (
     expert_units_limit,
     step_memory,
 )
+from nep.planning.mirrors import place_mirrors
 from nep.planning.plan import Plan
 from nep.planning.planner_new import lost_intervals
 from nep.planning.replica_cuts import CutsFromScratch, Prices, Slots, adapt_cuts, held_by
@@ -57,6 +58,7 @@ class Draft:
         moved_bytes: their bytes.
         move_s: their seconds.
         lost: ``(axis, lo, hi)`` whose state nobody has any more.
+        limited: whether memory had a say in where experts are.
     """
 
     name: str
@@ -68,6 +70,7 @@ class Draft:
     moved_bytes: int
     move_s: float
     lost: tuple[tuple[str, int, int], ...]
+    limited: bool
 
 
 class Drafter:
@@ -88,8 +91,17 @@ class Drafter:
         self.loads = request.loads or ExpertLoads.uniform(len(experts.names), experts.num_experts)
         self.domains = scale_up_domains(self.cluster, request.hardware)
         self.speeds_ppm = self.cluster.speeds_ppm
-        self.memory_bytes = memory_limits(request, self.cluster)
+        self._slot_memory = {slot.index: slot.memory_bytes for slot in self.cluster.slots}
+        self.memory_bytes = {
+            slot.index: None if (size := self.memory_size(slot.index)) is None else int(size * request.limits.memory_share)
+            for slot in self.cluster.slots
+        }
         self._costs: dict[tuple[int, int, bool], PlacementCost] = {}
+
+    def memory_size(self, slot: int) -> int | None:
+        """Bytes of a slot's memory, or None if unknown."""
+        known = self._slot_memory[slot]
+        return known if known is not None else self.request.hardware.memory_bytes
 
     # What placement goes by.
 
@@ -179,6 +191,38 @@ class Drafter:
             )
 
         return self._fitted(name, build, current)
+
+    def kept(self, name: str, current: Plan) -> Draft:
+        """The plan in force, with its batch shared out by the speeds of now. It is the very plan if nothing changes.
+
+        Raises:
+            ValueError: if it does not fit into memory.
+        """
+        request = self.request
+        places = [(lane.replica, lane.slots) for lane in current.lanes]
+        plan = replace(
+            current,
+            number=current.number + 1,
+            lanes=make_lanes(places, self.speeds_ppm, request.workload.global_batch_size),
+            redundancy=request.redundancy,
+            mirrors=current.mirrors if request.redundancy != "none" else Layout({}),
+            speeds_ppm=tuple(self.speeds_ppm[slot] for slot in current.slots),
+        )
+        plan = replace(plan, mirrors=place_mirrors(plan, self.cluster, self.lines))
+        if replace(plan, number=current.number) == current:
+            plan = current
+        return self._fitted(name, lambda _: plan, current)
+
+    def forms(self, plan: Plan) -> tuple[bool, bool]:
+        """Whether a plan has expert copies, and whether it has slices of experts."""
+        size = self.experts.units_per_expert
+        copied = cut = False
+        for axis in self.experts.names:
+            by_slot = plan.holders.by_slot(axis)
+            cut = cut or any(lo % size or hi % size for held in set(by_slot.values()) for lo, hi in held)
+            units = sum(count_units(held) for held in by_slot.values())
+            copied = copied or units > len(plan.replicas) * size * self.experts.num_experts
+        return copied, cut
 
     def adapted(self, name: str, replicas: Replicas, base: Plan, current: Plan) -> Draft:
         """A plan that grew out of another one by the moves that pay.
@@ -292,8 +336,14 @@ class Drafter:
         price = max(request.hardware.scale_up.seconds_per_byte, request.hardware.network.seconds_per_byte)
         return num_bytes * price / num_slots / max(request.horizon_steps, 1)
 
-    def finish(
-        self, name: str, plan: Plan, memory: Memory, current: Plan | None, shares: NDArray[np.float64] | None = None
+    def _finish(
+        self,
+        name: str,
+        plan: Plan,
+        memory: Memory,
+        current: Plan | None,
+        shares: NDArray[np.float64] | None,
+        limited: bool,
     ) -> Draft:
         """A draft of a plan that fits: with its times and transfers."""
         request = self.request
@@ -324,6 +374,7 @@ class Drafter:
             moved_bytes=moved,
             move_s=seconds,
             lost=lost,
+            limited=limited,
         )
 
     # Memory.
@@ -355,7 +406,7 @@ class Drafter:
             raise ValueError(self.too_large(plan, memory))
         if current is not None:
             self._require_room_to_change(current, plan)
-        return self.finish(name, plan, memory, current, shares_of())
+        return self._finish(name, plan, memory, current, shares_of(), limits is not None)
 
     def _require_room_to_change(self, current: Plan, plan: Plan) -> None:
         """A change of layout needs room for the old and the new one."""
@@ -450,15 +501,6 @@ class Drafter:
             for kind, sources, wanted, have in moves
         }
         return found, lost
-
-
-def memory_limits(request: PlanRequest, cluster: Cluster) -> dict[int, int | None]:
-    """Slot -> bytes that a plan may use of it; None if its memory is unknown."""
-    limits: dict[int, int | None] = {}
-    for slot in cluster.slots:
-        size = slot.memory_bytes if slot.memory_bytes is not None else request.hardware.memory_bytes
-        limits[slot.index] = None if size is None else int(size * request.limits.memory_share)
-    return limits
 
 
 def _both(first: Layout, second: Layout) -> Layout:

@@ -17,10 +17,9 @@ import numpy as np
 from numpy.typing import NDArray
 
 from nep.planning.hardware import HardwareProfile
+from nep.planning.held import Floats, HeldLayers
 from nep.planning.shapes import ModelShape
 from nep.planning.workload import Workload
-
-Floats = NDArray[np.float64]
 
 # Operations that autograd launches for `models/mixtral.py`, forward and backward, views left out; counted with
 # a dispatch mode. The second number is the forward alone, which recomputation repeats.
@@ -108,32 +107,43 @@ class Kernels:
         self.keys = keys_per_token(workload.seq_len, shape.sliding_window)
         self._speed = hardware.speed(workload.parameter_bytes)
 
-    def attention(self, tokens: Floats, own_tokens: Floats, heads: Floats, kv_heads: Floats) -> Busy:
-        """Norm, projections, rotary embedding, attention and residual of each layer.
+    def attention(self, tokens: Floats, own_tokens: Floats, held: HeldLayers) -> Busy:
+        """Norm, projections, rotary embedding, attention and residual of each layer, [l, s].
 
         Args:
             tokens: [s], of the slot's lane.
             own_tokens: [s], those that the slot norms itself.
-            heads: [l, s], query heads that the slot computes.
-            kv_heads: [l, s].
+            held: what the slots compute with.
         """
-        d, c = self.shape.hidden_size, self.shape.head_dim
-        query, kv = heads * c, kv_heads * c
-        products = self._products(
-            tokens, d * (2 * query + 2 * kv), self.forwards * (3 * d + query) + d + query + 2 * kv, 4
-        )
-        scores = 4 * tokens * self.keys * query * (self.forwards + 2.5)
+        shape, d = self.shape, self.shape.hidden_size
+        values = shape.value_head_dim or shape.head_dim
+        query, kv = held.heads * shape.head_dim, held.kv_heads * shape.head_dim
+        depth = (self.forwards + 1) * (4 * d + 2 * query + 2 * kv) / 2
+        products = self._products(tokens, held.attention, depth, 4)
+        scores = 2 * tokens * self.keys * held.heads * (shape.head_dim + values) * (self.forwards + 2.5)
         flops = products + scores / (self._speed * self.hardware.attention_efficiency)
         moved = own_tokens * d * self._repeated(NORM_AND_RESIDUAL)
         moved = moved + tokens * (query + kv) * self._repeated(ROTARY)
         return self._busy(flops, moved, self._repeated(ATTENTION_LAUNCHES))
 
-    def router(self, own_tokens: Floats) -> Busy:
-        """Norm, router and residual of one MoE layer, [s]."""
+    def dense(self, tokens: Floats, own_tokens: Floats, held: HeldLayers, routed: NDArray[np.bool_]) -> Busy:
+        """Second norm and residual of each layer, router, and what feed-forward every token visits, [l, s].
+
+        Args:
+            tokens: [s], of the slot's lane.
+            own_tokens: [s], those that the slot norms and routes itself.
+            held: what the slots compute with; projections down to latents count here.
+            routed: [l], layers with a router.
+        """
         d = self.shape.hidden_size
-        flops = self._products(own_tokens, d * self.shape.num_experts, 0.0, 1)
+        flops = self._products(own_tokens, held.whole, 0.0, 1)
+        has = held.neurons > 0
+        depth = (self.forwards * (d + held.neurons) + d + 2 * held.neurons) * has
+        flops = flops + self._products(tokens, held.dense, depth, 2)
         moved = own_tokens * d * self._repeated(NORM_AND_RESIDUAL)
-        return self._busy(flops, moved, self._repeated(ROUTER_LAUNCHES))
+        moved = moved + tokens * held.neurons * self._repeated(SWIGLU)
+        launches = routed[:, None] * self._repeated(ROUTER_LAUNCHES) + has * self._repeated(PIECE_LAUNCHES)
+        return self._busy(flops, moved, launches)
 
     def head(self, tokens: Floats, own_tokens: Floats, vocab_rows: Floats) -> Busy:
         """Embedding, final norm, head and loss, [s]; never recomputed.
@@ -223,7 +233,7 @@ class Kernels:
         tile = self.hardware.tile_rows * self.hardware.tile_columns
         return 0.5 * 2 * tile * depth * self.hardware.processors
 
-    def _busy(self, flops: Floats, elements: Floats, launches: int) -> Busy:
+    def _busy(self, flops: Floats, elements: Floats, launches: int | NDArray[np.int64]) -> Busy:
         memory = elements * self.element_bytes * self.hardware.memory_seconds_per_byte
-        started = np.full(np.shape(flops), launches * self.hardware.launch_s)
+        started = np.broadcast_to(launches * self.hardware.launch_s, np.shape(flops))
         return Busy(flops, np.broadcast_to(memory, np.shape(flops)), started)

@@ -16,7 +16,7 @@ from numpy.typing import NDArray
 from nep.planning.copies import Copies, SlotLimits
 from nep.planning.quotas import TokenGraph
 
-_APART = 0.001
+_APART = 0.003
 """What one more component of slots between which no token can move counts as, in shares of the average level."""
 
 _SQUARINGS = 5

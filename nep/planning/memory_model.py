@@ -7,11 +7,10 @@ from math import ceil
 import numpy as np
 
 from nep.planning.dispatch_rows import hit_chance, inclusion
-from nep.planning.kernel_costs import Floats
-from nep.planning.layout import Layout, LineKind, Lines, axis_lines, axis_unit_numel, count_units, subtract
+from nep.planning.held import Floats, expert_axes, expert_units, held_layers, vocab_rows
+from nep.planning.layout import Layout, Lines, axis_lines, axis_unit_numel, count_units, subtract
 from nep.planning.loads import ExpertLoads
 from nep.planning.plan import Plan
-from nep.planning.replica_time import expert_axes, expert_units, held_units
 from nep.planning.shapes import ModelShape, parameter_lines
 from nep.planning.workload import Workload
 
@@ -225,7 +224,7 @@ def _activations(
         else:
             needed = per_layer.sum(axis=0)
         # Logits and their gradient, in the parameters' and in the accumulation dtype.
-        logits = tokens * held_units(plan.holders, slots, lines, LineKind.VOCAB)[-1]
+        logits = tokens * vocab_rows(plan.holders, slots, lines)
         needed = needed + logits * 2 * (workload.parameter_bytes + workload.accumulation_bytes)
         found |= {slot: ceil(size) for slot, size in zip(slots, needed.tolist(), strict=True)}
     return found
@@ -251,12 +250,16 @@ def _attention_bytes(
         tokens: [s], of the slot's lane.
         own: [s], those that the slot norms and routes.
     """
-    heads = held_units(plan.holders, slots, lines, LineKind.HEADS)
-    kv_heads = held_units(plan.holders, slots, lines, LineKind.KV_HEADS)
+    held = held_layers(plan.holders, slots, lines)
+    values = shape.value_head_dim or shape.head_dim
+    # Latents are projected up to keys and values of every head.
+    keys = held.heads if shape.kv_latent_size else held.kv_heads
+    latent = held.kv_heads * (shape.kv_latent_size + shape.rope_head_dim)
     # Of the lane's tokens: rotated queries, keys, values, output, and the output in the order of its
-    # projection; the scores' normalisers in float32.
-    projected = tokens * shape.head_dim * (3 * heads + 2 * kv_heads) * workload.parameter_bytes
-    scores = tokens * heads * 4
+    # projection; the scores' normalisers in float32; gate and up of what every token visits.
+    wide = held.heads * (shape.head_dim + 2 * values) + keys * (shape.head_dim + values) + latent
+    projected = tokens * (wide + 2 * held.neurons) * workload.parameter_bytes
+    scores = tokens * held.heads * 4
     # Of the slot's own: input and norm of both halves, output of the experts; router's chances, ids, weights.
     stream = own * 5 * shape.hidden_size * workload.parameter_bytes
     routing = own * (shape.num_experts * workload.accumulation_bytes + shape.top_k * 16)

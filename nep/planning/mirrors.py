@@ -195,8 +195,8 @@ class _Rooms:
         keeping: list[int] = []
         for slot in sorted(mirrored.keys() & self._free.keys()):
             for lo, hi in intersect(mirrored[slot], rest[axis]):
-                stop = min(hi, lo + max(0, self._free[slot]) // self._sizes[axis])
-                if lo < stop:
+                stop = min(hi, lo + self._free[slot] // self._sizes[axis])
+                if lo < stop:  # not so if the slot is full, or more than that
                     self._give(axis, slot, lo, stop)
                     rest[axis] = subtract(rest[axis], [(lo, stop)])
                     keeping.append(slot)
@@ -237,8 +237,7 @@ def _cuts(
                 cut.setdefault(partner[owner], []).extend(intervals)
             elif owner not in slots:
                 for slot, mirrored in before.items():
-                    if slot != owner:
-                        cut.setdefault(slot, []).extend(intersect(mirrored, intervals))
+                    cut.setdefault(slot, []).extend(intersect(mirrored, intervals))
         new = {slot: normalize(intervals) for slot, intervals in cut.items() if intervals}
         for slot, intervals in new.items():
             old = before.get(slot, ())

@@ -110,7 +110,7 @@ class _Rings:
             self.partner[link] = chain.head
 
     def _allowed(self, owner: int, partner: int) -> bool:
-        return self.domains[owner] != self.domains[partner] or not self.owned[owner]
+        return self.domains[owner] != self.domains[partner]
 
     def _split_three(self, chain: _Chain, domain: int) -> bool:
         """Takes one slot out of a ring of three for the chain and leaves the other two as a pair."""

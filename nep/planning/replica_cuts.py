@@ -16,6 +16,10 @@ from nep.planning.intervals import Intervals
 from nep.planning.layout import Layout
 from nep.planning.loads import ExpertLoads
 from nep.planning.placement.place import Placement, place
+from nep.planning.placement.problem import Problem
+from nep.planning.placement.repair import repair
+from nep.planning.placement.spread import spread_each
+from nep.planning.placement.state import State
 from nep.planning.placement.warm import warm
 
 Slots = Sequence[int]
@@ -35,19 +39,21 @@ class Prices:
         loads: of its layers.
         speeds_ppm: slot -> relative speed.
         cost_of: slots of a replica -> prices in it.
+        thorough: whether to look for the best repair, or for a good one in milliseconds.
     """
 
     experts: ExpertAxes
     loads: ExpertLoads
     speeds_ppm: Mapping[int, int]
     cost_of: Callable[[Slots], PlacementCost]
+    thorough: bool = True
 
     @classmethod
     def unknown(cls, experts: ExpertAxes, speeds_ppm: Mapping[int, int]) -> "Prices":
         """Equal loads on unknown hardware."""
         cost = replace(UNKNOWN_COST, units_per_expert=experts.units_per_expert)
         loads = ExpertLoads.uniform(len(experts.names), experts.num_experts)
-        return cls(experts=experts, loads=loads, speeds_ppm=speeds_ppm, cost_of=lambda _: cost)
+        return cls(experts=experts, loads=loads, speeds_ppm=speeds_ppm, cost_of=lambda _: cost, thorough=False)
 
     def speeds(self, slots: Slots) -> list[float]:
         """Relative speeds, 1 is full."""
@@ -244,27 +250,36 @@ class _Questions:
         turns = np.array([[question.turn if equal else 0] for question in questions])
         places = ((np.arange(num_slots) + turns) % num_slots)[:, None, :]
         after = np.empty_like(before)
-        turned = repair(
-            np.take_along_axis(before, places, axis=2),
-            ExpertLoads(mean=self._prices.loads.mean[[question.layer for question in questions]]),
-            speeds=np.array(kind.speeds_ppm) / 1e6,
-            cost=kind.cost,
-            memory_units=None if kind.limits is None else np.array(kind.limits),
-        )
+        loads = ExpertLoads(mean=self._prices.loads.mean[[question.layer for question in questions]])
+        turned = self._complete(np.take_along_axis(before, places, axis=2), loads, kind)
         np.put_along_axis(after, places, turned, axis=2)
         for question, intervals in zip(questions, redeal_cut(after, held, experts.units_per_expert), strict=True):
             question.dealt = intervals
 
 
-def repair(before, loads, *, speeds, cost, memory_units):
-    from nep.planning.placement.problem import Problem
-    from nep.planning.placement.state import State
-    from nep.planning.placement.paying_cuts import spread_each
-    problem = Problem.of(loads, speeds=speeds, cost=cost, memory_units=memory_units).guided()
-    state = State.of(problem, np.swapaxes(before, 1, 2))
-    missing = problem.units_per_expert - before.sum(axis=2)
-    level = state.seconds @ speeds + (missing * problem.work_s).sum(axis=1) / problem.units_per_expert
-    spread_each(state, missing, np.full_like(missing, problem.units_per_expert), level / speeds.sum())
+    def _complete(self, cut: Integers, loads: ExpertLoads, kind: "_Kind") -> Integers:
+        """The cut with what is missing."""
+        speeds = np.array(kind.speeds_ppm) / 1e6
+        limits = None if kind.limits is None else np.array(kind.limits)
+        if not self._prices.thorough:
+            problem = Problem.of(loads, speeds=speeds, cost=kind.cost, memory_units=limits)
+            return _fill_evenly(problem, cut)
+        try:
+            return repair(cut, (), loads, speeds=speeds, cost=kind.cost, memory_units=limits).units
+        except RuntimeError as error:
+            raise ValueError(f"survivors have no room for what was lost: {error}") from error
+
+
+def _fill_evenly(problem: Problem, cut: Integers) -> Integers:
+    """The cut with what is missing given to the slots that are done first: what a recovery has time for.
+
+    `repair` finds fewer pieces and tells rows from arithmetic better, and takes ten times as long.
+    """
+    state = State.of(problem, np.swapaxes(cut, 1, 2))
+    missing = problem.units_per_expert - cut.sum(axis=2)
+    work = (missing * problem.work_s).sum(axis=1) / problem.units_per_expert
+    level = (state.seconds @ problem.speeds + work) / problem.speeds.sum()
+    spread_each(state, missing, np.full_like(missing, problem.units_per_expert), level)
     return state.cut()
 
 

@@ -12,13 +12,15 @@ from numpy.typing import NDArray
 
 from nep.planning.dispatch_rows import hit_chance, inclusion
 from nep.planning.hardware import HardwareProfile
-from nep.planning.intervals import segments
-from nep.planning.kernel_costs import Busy, Floats, Kernels
-from nep.planning.layout import Layout, LineKind, Lines, axis_lines
+from nep.planning.held import Floats, expert_axes, expert_units, held_layers, vocab_rows
+from nep.planning.kernel_costs import Busy, Kernels
+from nep.planning.layout import Layout, Lines, axis_lines
 from nep.planning.plan import Lane
 from nep.planning.shapes import ModelShape
 from nep.planning.traffic import LINKS, NETWORK, SCALE_UP, link_seconds, links
 from nep.planning.workload import Workload
+
+__all__ = ["ReplicaTime", "expert_axes", "expert_units", "replica_time", "row_bytes"]
 
 # Rows forward and their gradients back, results forward and their gradients back; and before them the counts.
 EXCHANGES_PER_LAYER = 5
@@ -63,17 +65,6 @@ class ReplicaTime:
         )
 
 
-def expert_axes(lines: Lines) -> list[str]:
-    """Axes of the MoE layers, in forward order."""
-    return [axis for axis, line in axis_lines(lines).items() if line.kind is LineKind.EXPERTS]
-
-
-def held_units(holders: Layout, slots: Sequence[int], lines: Lines, kind: LineKind) -> Floats:
-    """Units of each axis of a kind, in forward order, that each slot holds: [axes, s]."""
-    axes = [axis for axis, line in axis_lines(lines).items() if line.kind is kind]
-    return np.array([[holders.num_units(axis, slot) for slot in slots] for axis in axes], dtype=np.float64)
-
-
 def row_bytes(shape: ModelShape, workload: Workload) -> int:
     """Bytes of one dispatched row, there and back, forward and backward.
 
@@ -82,42 +73,6 @@ def row_bytes(shape: ModelShape, workload: Workload) -> int:
     """
     row = shape.hidden_size * workload.parameter_bytes
     return 4 * row + shape.top_k * (2 * workload.accumulation_bytes + 4)
-
-
-def expert_units(layout: Layout, slots: Sequence[int], lines: Lines) -> tuple[Floats, Floats]:
-    """How a replica cuts its experts.
-
-    Args:
-        layout: holders.
-        slots: of the replica.
-        lines: the model's.
-
-    Returns:
-        Units [l, e, s], and shares [l, e, s]: the part of the expert's tokens that the slot's slice gets if
-        holders of a unit share it evenly; 1 for the slices of an expert that exists once.
-    """
-    order = axis_lines(lines)
-    axes = expert_axes(lines)
-    size = order[axes[0]].units_per_expert
-    assert size is not None
-    num_experts = order[axes[0]].num_units // size
-    starts = np.arange(num_experts) * size
-    units = np.zeros((len(axes), num_experts, len(slots)))
-    for layer, axis in enumerate(axes):
-        for place, slot in enumerate(slots):
-            for lo, hi in layout.intervals(axis, slot):
-                units[layer, :, place] += np.clip(np.minimum(hi, starts + size) - np.maximum(lo, starts), 0, None)
-    shares = (units > 0).astype(np.float64)
-    several = units.sum(axis=2) > size
-    for layer, expert in np.argwhere(several):
-        shares[layer, expert] = 0.0
-        cut = {place: layout.intervals(axes[layer], slot) for place, slot in enumerate(slots)}
-        lo = int(starts[expert])
-        for first, last, places in segments(cut, [(lo, lo + size)]):
-            for place in places:
-                part = (last - first) / units[layer, expert, place]
-                shares[layer, expert, place] += part / len(places)
-    return units, shares
 
 
 def replica_time(
@@ -201,10 +156,13 @@ class _Work:
             self.lane_of[places] = index
             self.lane_size[places] = len(places)
             self.lane_apart[places] = len(set(domains[places])) > 1
-        self.heads = held_units(holders, slots, lines, LineKind.HEADS)
-        self.kv_heads = held_units(holders, slots, lines, LineKind.KV_HEADS)
-        vocabulary = held_units(holders, slots, lines, LineKind.VOCAB)[-1]
-        self.vocab_rows = vocabulary
+        self.held = held_layers(holders, slots, lines)
+        self.vocab_rows = vocab_rows(holders, slots, lines)
+        order = axis_lines(lines)
+        # Layers with experts launch a router; in those without there is nothing to wait for, but hardly
+        # anything either that could differ between the slots of a lane, so they are taken like the others.
+        self.routed = np.zeros(len(self.held.heads), dtype=bool)
+        self.routed[[order[axis].layer for axis in expert_axes(lines)]] = True
         self.parts: dict[str, float] = {}
         self.own: dict[str, Floats] = {}
         self.busy: dict[str, Busy] = {}
@@ -223,19 +181,19 @@ class _Work:
         kernels, slower = self.kernels, 1.0 / self.speeds
         lane_tokens = tokens[self.lane_of]
         own_tokens = lane_tokens / self.lane_size
-        attention = kernels.attention(lane_tokens, own_tokens, self.heads, self.kv_heads) * slower
-        router = kernels.router(own_tokens) * slower
+        attention = kernels.attention(lane_tokens, own_tokens, self.held) * slower
+        dense = kernels.dense(lane_tokens, own_tokens, self.held, self.routed) * slower
         head = kernels.head(lane_tokens, own_tokens, self.vocab_rows) * slower
         lane = self._lane_seconds(own_tokens)
-        layers = self.heads.shape[0]
+        layers = len(self.routed)
         # From one exchange of rows to the next a slot does all of these, so the slowest counts for the sum.
-        between = attention.total + router.total + LANE_COLLECTIVES_PER_LAYER * lane
+        between = attention.total + dense.total + LANE_COLLECTIVES_PER_LAYER * lane
         last = np.argmax(between, axis=1)
         rows = np.arange(layers)
         end = int(np.argmax(head.total + LANE_COLLECTIVES_OF_HEAD * lane))
         self._part("attention", float(attention.total[rows, last].sum()), attention.sum(0), repeats)
-        dense = float(router.total[last].sum() + head.total[end])
-        self._part("dense", dense, router * float(layers) + head, repeats)
+        waited_dense = float(dense.total[rows, last].sum() + head.total[end])
+        self._part("dense", waited_dense, dense.sum(0) + head, repeats)
         collectives = LANE_COLLECTIVES_PER_LAYER * layers + LANE_COLLECTIVES_OF_HEAD
         waited = LANE_COLLECTIVES_PER_LAYER * lane[last].sum() + LANE_COLLECTIVES_OF_HEAD * lane[end]
         self._own("tensor_parallel", float(waited), collectives * lane, repeats)

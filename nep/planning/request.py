@@ -127,6 +127,7 @@ class PlanReport:
         survival: failures of slots (1, 2, ...) -> probability that the state survives without a checkpoint.
         alternatives: what was considered, the chosen one included.
         skipped: why the plan in force is kept, or None.
+        lost: ``(axis, lo, hi)`` whose master weights and moments nobody has any more: a checkpoint is needed.
     """
 
     predicted: StepTime
@@ -144,6 +145,7 @@ class PlanReport:
     survival: Mapping[int, float]
     alternatives: tuple[Alternative, ...]
     skipped: str | None
+    lost: tuple[tuple[str, int, int], ...] = ()
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -20,6 +20,8 @@ class Workload:
             collectives that use the links of a domain first, between classes straight to the owner.
             ``point_to_point``: every holder sends straight to every owner.
         buckets: the gradient transfer is cut by layer and two are in flight; otherwise it is one message.
+        overlap: buckets travel while the products of the last round's backward and of the next step's first
+            forward run; a part of a step then is what sticks out.
     """
 
     global_batch_size: int
@@ -29,6 +31,7 @@ class Workload:
     recompute: bool = False
     grad_sync: GradSyncMethod = "reduce_scatter"
     buckets: bool = True
+    overlap: bool = False
 
     def __post_init__(self) -> None:
         errors = [
@@ -40,6 +43,8 @@ class Workload:
             errors.append(f"parameter_bytes ({self.parameter_bytes}) must be 2, 4 or 8")
         if self.grad_sync not in get_args(GradSyncMethod):
             errors.append(f"grad_sync ({self.grad_sync!r}) must be one of {', '.join(get_args(GradSyncMethod))}")
+        if self.overlap and not self.buckets:
+            errors.append("overlap (True) needs buckets; one message cannot start before the backward has ended")
         if errors:
             raise ValueError("workload: " + "; ".join(errors))
 

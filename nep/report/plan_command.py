@@ -13,13 +13,13 @@ from nep.report.terminal import print_text, terminal_width
 
 EXAMPLES = (
     (
-        "A new job: Mixtral 8x7B on four nodes of eight H100, two replicas.",
-        "nep plan --model mixtral-8x7b --nodes 4 --gpus-per-node 8 --replicas 2 --out plan.json",
+        "A new job: Mixtral 8x7B on four nodes of eight H200, two replicas.",
+        "nep plan --model mixtral-8x7b --nodes 4 --gpus-per-node 8 --hardware H200 --replicas 2 --out plan.json",
     ),
     (
         "Slots 3 and 17 have died and slot 5 runs at 70 %: go on from that plan, and look at what changes.",
-        "nep plan --model mixtral-8x7b --nodes 4 --gpus-per-node 8 --replicas 2 --failed 3,17 --slow 5=0.7 "
-        "--current plan.json --out next.json --html next.html",
+        "nep plan --model mixtral-8x7b --nodes 4 --gpus-per-node 8 --hardware H200 --replicas 2 --failed 3,17 "
+        "--slow 5=0.7 --current plan.json --out next.json --html next.html",
     ),
     (
         "Whole experts with copies of hot ones, from the loads that training wrote, for a server.",

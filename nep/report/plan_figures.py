@@ -9,7 +9,7 @@ from numpy.typing import NDArray
 from nep.planning.cost_model import StepTime, transfer_seconds
 from nep.planning.layout import Intervals, LineKind, Lines, axis_lines, axis_unit_numel
 from nep.planning.plan import Plan
-from nep.planning.request import Planned, PlanRequest
+from nep.planning.request import Planned, PlanReport, PlanRequest
 from nep.planning.shapes import parameter_lines
 from nep.planning.transfer import Transfer
 from nep.planning.workload import Workload
@@ -193,6 +193,13 @@ def bytes_between(request: PlanRequest, planned: Planned) -> dict[tuple[int, int
         for axis, lo, hi, src, dst in transfer.remote():
             pairs[src, dst] = pairs.get((src, dst), 0) + (hi - lo) * numel[axis] * width
     return pairs
+
+
+def lost_share(request: PlanRequest, report: PlanReport) -> float:
+    """Part of the parameters whose master weights and moments nobody has any more."""
+    numel = axis_unit_numel(parameter_lines(request.shape))
+    lost = sum((hi - lo) * numel[axis] for axis, lo, hi in report.lost)
+    return lost / request.shape.num_parameters
 
 
 def samples_per_s(step: StepTime, request: PlanRequest) -> float:

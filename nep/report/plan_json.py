@@ -9,7 +9,7 @@ import numpy as np
 from nep.planning.cost_model import StepTime
 from nep.planning.request import Planned, PlanRequest
 from nep.planning.shapes import parameter_lines
-from nep.report.plan_figures import held_experts, samples_per_s, transfer_figures
+from nep.report.plan_figures import held_experts, lost_share, samples_per_s, transfer_figures
 
 SCHEMA = 1
 
@@ -86,6 +86,7 @@ def plan_object(
             for one in report.alternatives
         ],
         "kept": report.skipped,
+        "lost_share": lost_share(request, report),
         "notes": list(notes),
         "files": dict(files or {}),
     }

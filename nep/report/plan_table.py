@@ -16,6 +16,7 @@ from nep.report.plan_figures import (
     count_text,
     gib_text,
     held_experts,
+    lost_share,
     samples_per_s,
     time_text,
     time_unit,
@@ -142,6 +143,9 @@ def result_rows(request: PlanRequest, planned: Planned) -> list[tuple[str, str]]
         rows.append(("survives", f"{text} (without a checkpoint)"))
     if report.skipped is not None:
         rows.append(("kept", report.skipped))
+    if report.lost:
+        share = lost_share(request, report)
+        rows.append(("lost", f"state of {share:.2%} of the parameters: no owner and no mirror lives, use a checkpoint"))
     return rows
 
 
@@ -156,7 +160,7 @@ def _slots(request: PlanRequest, planned: Planned, width: int) -> str:
     held = held_experts(plan, parameter_lines(request.shape))
     unit, write = time_unit(*(figures.step_s for figures in all_figures))
     sequences = {slot: lane.num_sequences for lane in plan.lanes for slot in lane.slots}
-    figures_of = {
+    cells_of = {
         figures.slot: (
             f"{figures.speed:.2f}",
             str(sequences[figures.slot]),
@@ -166,25 +170,49 @@ def _slots(request: PlanRequest, planned: Planned, width: int) -> str:
             write(figures.step_s),
             f"{held.whole[place]:.1f}",
             f"{held.slices[place]:.1f}",
+            _experts(held, place),
         )
         for place, figures in enumerate(all_figures)
     }
-    experts_of = {slot: _experts(held, place) for place, slot in enumerate(plan.slots)}
-    groups = _alike({slot: (*cells, experts_of[slot]) for slot, cells in figures_of.items()})
+    groups = _alike(cells_of)
     if len(groups) > _MAX_ROWS:  # then slots that differ in the numbers of their experts only are alike too
-        groups = _alike({slot: (*cells, "") for slot, cells in figures_of.items()})
+        groups = _alike({slot: (*cells[:-1], "") for slot, cells in cells_of.items()})
+    shown = list(groups.items())[:_MAX_ROWS]
     where = "experts" if held.layers_are_alike else f"experts of layer {held.layers[0]}"
-    table = _table("slots", "replica", "speed", "seqs", "load", "rows", "GiB", f"busy, {unit}", "whole", "slices")
-    if any(cells[-1] for cells in groups):
-        table.add_column(where, no_wrap=True, header_style="", overflow="ellipsis")
-    for cells, slots in list(groups.items())[:_MAX_ROWS]:
-        replicas = ranges([plan.replica_of(slot) for slot in slots])
-        table.add_row(_shortened(ranges(slots), 16), _shortened(replicas, 8), *(cell for cell in cells if cell))
-    text = rendered(table, width)
+    titles = ("speed", "seqs", "load", "rows", "GiB", f"busy, {unit}", "whole", "slices", where)
+    columns = {"slots": [_shortened(ranges(slots), 16) for _, slots in shown]}
+    if len(plan.replicas) > 1:
+        columns["replica"] = [_shortened(ranges([plan.replica_of(slot) for slot in slots]), 8) for _, slots in shown]
+    columns |= {title: [cells[index] for cells, _ in shown] for index, title in enumerate(titles)}
+    text = rendered(_fitting(columns, where, width), width)
     if len(groups) > _MAX_ROWS:
-        rest = sum(len(slots) for slots in list(groups.values())[_MAX_ROWS:])
+        rest = sum(len(slots) for _, slots in list(groups.items())[_MAX_ROWS:])
         text += f"\nand {rest} other slots; --json has all of them"
     return text
+
+
+def _fitting(columns: dict[str, list[str]], where: str, width: int) -> Table:
+    """A table of the columns that say something and fit; the list of experts gets what room is left."""
+    columns = {
+        title: cells
+        for title, cells in columns.items()
+        if not (title == "speed" and set(cells) <= {"1.00"}) and not (title == "slices" and set(cells) <= {"0.0"})
+    }
+    experts = columns.pop(where)
+    for spare in ("rows", "whole", "slices", "seqs", "replica"):
+        if _width(columns) <= width:
+            break
+        columns.pop(spare, None)
+    if any(experts) and _width(columns) + max(len(where), 12) <= width:
+        columns[where] = experts
+    table = _table(*columns)
+    for row in zip(*columns.values(), strict=True):
+        table.add_row(*row)
+    return table
+
+
+def _width(columns: Mapping[str, Sequence[str]]) -> int:
+    return sum(2 + max(len(title), *map(len, cells)) for title, cells in columns.items())
 
 
 def _alike(rows: Mapping[int, tuple[str, ...]]) -> dict[tuple[str, ...], list[int]]:
@@ -264,7 +292,7 @@ def _alternatives(alternatives: Sequence[Alternative], width: int) -> str:
 def _table(*titles: str) -> Table:
     table = Table(box=None, padding=(0, 2, 0, 0), pad_edge=False)
     for title in titles:
-        table.add_column(title, no_wrap=True, header_style="")
+        table.add_column(title, no_wrap=True, header_style="", overflow="ellipsis")
     return table
 
 

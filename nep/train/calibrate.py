@@ -14,7 +14,6 @@ import time
 from collections.abc import Callable, Mapping
 from dataclasses import replace
 from datetime import timedelta
-from pathlib import Path
 
 import torch
 import torch.distributed as dist
@@ -67,27 +66,6 @@ def calibrate(
         raise ValueError(f"repeats ({repeats}) must be at least 1")
     bench = _Bench(shape, tokens, seq_len, torch.device(device), dtype, backend, repeats)
     return bench.profile(base)
-
-
-def write_profile(profile: HardwareProfile, path: Path) -> None:
-    """Writes a profile as JSON."""
-    path.write_text(profile.to_json() + "\n", encoding="utf-8")
-
-
-def read_profile(path: Path) -> HardwareProfile:
-    """Reads what `write_profile` wrote.
-
-    Raises:
-        ValueError: if the file cannot be read or is no profile.
-    """
-    try:
-        text = path.read_text(encoding="utf-8")
-    except (OSError, UnicodeDecodeError) as error:
-        raise ValueError(f"hardware profile {path}: {error}; give a file of `nep calibrate`") from error
-    try:
-        return HardwareProfile.from_json(text)
-    except ValueError as error:
-        raise ValueError(f"hardware profile {path}: {error}") from error
 
 
 class _Bench:

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
+import io
 import logging
 import os
 import sys
@@ -124,7 +126,11 @@ def main(build: BuildModel, arguments: Sequence[str] | None = None) -> int:
         Exit code: 0 done, 2 bad input, 3 a checkpoint is needed and none exists.
     """
     speaks = os.environ.get("RANK", "0") == "0"  # all processes find the same mistake; one says so
-    options = tyro.cli(Options, args=arguments, console_outputs=speaks)
+    with contextlib.ExitStack() as silence:
+        if not speaks:
+            silence.enter_context(contextlib.redirect_stdout(io.StringIO()))
+            silence.enter_context(contextlib.redirect_stderr(io.StringIO()))
+        options = tyro.cli(Options, args=arguments)
     run_dir = options.run_dir
     try:
         spec = job_from_environment(run_dir=run_dir, timeout_base_s=max(options.timeout_base_s, 1e-3))

@@ -10,7 +10,11 @@ from pathlib import Path
 import pytest
 
 from nep.fault_tolerance.injection import PHASES
-from tests.endtoend.conftest import SmallJob
+from nep.planning.cluster import Cluster
+from nep.planning.layout import axes, intersect
+from nep.planning.planner import plan_from_scratch
+from nep.planning.shapes import parameter_lines, preset
+from tests.endtoend.conftest import BATCH, SmallJob
 
 STEP_PHASES = [phase for phase in PHASES if phase != "recover"]
 
@@ -105,3 +109,28 @@ def test_under_torchrun(small_job: SmallJob, tmp_path: Path) -> None:
         4, "--replicas", "2", "--fail", "1@3:kill@backward", folder=tmp_path, launcher="torchrun"
     )
     assert outcome.result is not None and outcome.result["live_slots"] == [0, 2, 3]
+
+
+def pairs(num_slots: int, replicas: int) -> set[frozenset[int]]:
+    """Owner and mirror of anything, in the first plan of the small job."""
+    cluster, lines = Cluster.uniform(num_slots, num_slots), parameter_lines(preset("debug"))
+    plan = plan_from_scratch(cluster, lines, num_replicas=replicas, global_batch_size=BATCH)
+    found = set()
+    for axis in axes(lines):
+        owned, mirrored = plan.owners.by_slot(axis), plan.mirrors.by_slot(axis)
+        for owner, intervals in owned.items():
+            found |= {frozenset((owner, mirror)) for mirror in mirrored if intersect(intervals, mirrored[mirror])}
+    return found
+
+
+@pytest.mark.parametrize(("num_slots", "replicas"), [(5, 1), (6, 2)])
+def test_a_second_slot_is_killed_while_the_first_is_recovered_from(
+    small_job: SmallJob, tmp_path: Path, num_slots: int, replicas: int
+) -> None:
+    together = pairs(num_slots, replicas)
+    second = next(slot for slot in range(num_slots - 1, 1, -1) if frozenset((1, slot)) not in together)
+    failures = ["--fail", "1@3:kill@backward", "--fail", f"{second}@3:kill@recover"]
+    outcome = small_job.run(num_slots, "--replicas", str(replicas), *failures, folder=tmp_path)
+    assert outcome.result is not None
+    assert outcome.result["live_slots"] == [slot for slot in range(num_slots) if slot not in (1, second)]
+    assert outcome.result["unprotected_intervals"] == 0

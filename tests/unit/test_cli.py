@@ -59,6 +59,25 @@ def test_bad_input_to_a_command_is_one_line_without_traceback(capsys):
     assert capsys.readouterr().err == "nep: plan: slots (0) must be positive; give one\n"
 
 
-def test_the_page_needs_no_torch():
-    code = "import sys; from nep.cli import main; main(['--help']); sys.exit('torch' in sys.modules)"
+@pytest.mark.parametrize("arguments", [["--help"], ["plan", "--help"], ["plan", "--model", "gpt"]])
+def test_pages_and_plans_need_no_torch(arguments):
+    code = f"""
+import sys
+from nep.cli import main
+try:
+    main({arguments})
+except SystemExit:
+    pass
+sys.exit("torch" in sys.modules)
+"""
     assert subprocess.run([sys.executable, "-c", code], capture_output=True, check=False).returncode == 0
+
+
+def test_there_are_plan_and_calibrate(capsys):
+    assert set(COMMANDS) >= {"plan", "calibrate"}
+    for name in ("plan", "calibrate"):
+        assert main([name, "--no-such-option"]) == 2
+        out, error = capsys.readouterr()
+        assert out == ""
+        assert error.startswith(f"nep: {name}: ") and error.endswith(f"; see nep {name} --help\n")
+        assert error.count("\n") == 1

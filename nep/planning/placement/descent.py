@@ -132,21 +132,30 @@ def _rows(front: _Front, rows: Integers) -> _Front:
     )
 
 
-def _pieces(held: Integers) -> tuple[Integers, Integers]:
-    """The experts of which something is held, ascending, and how much: two ``[..., K]`` arrays.
+def _pieces(state: State, layers: Integers, slots: Integers) -> tuple[Integers, Integers, Integers]:
+    """What can be taken from slots: experts, ascending, units that may go, and units that are there.
 
-    They are padded with 0 units of expert 0.
+    Args:
+        state: what slots hold.
+        layers: ``[...]``.
+        slots: ``[...]``.
+
+    Returns:
+        Three arrays ``[..., K]``, padded with 0 units of expert 0.
     """
-    rows = held.reshape(-1, held.shape[-1])
+    held = state.held[layers, slots]
+    free = held if state.fixed is None else held - state.fixed[layers, slots]
+    rows = free.reshape(-1, free.shape[-1])
     row, expert = np.nonzero(rows)
     counts = np.bincount(row, minlength=rows.shape[0])
     place = np.arange(row.size) - np.repeat(np.cumsum(counts) - counts, counts)
     shape = (rows.shape[0], max(1, int(counts.max(initial=0))))
-    experts, units = np.zeros(shape, dtype=np.int64), np.zeros(shape, dtype=np.int64)
+    experts, may_go, there = (np.zeros(shape, dtype=np.int64) for _ in range(3))
     experts[row, place] = expert
-    units[row, place] = rows[row, expert]
-    wide = (*held.shape[:-1], shape[1])
-    return experts.reshape(wide), units.reshape(wide)
+    may_go[row, place] = rows[row, expert]
+    there[row, place] = held.reshape(rows.shape)[row, expert]
+    wide = (*free.shape[:-1], shape[1])
+    return experts.reshape(wide), may_go.reshape(wide), there.reshape(wide)
 
 
 def _best_move(state: State, front: _Front, rules: Rules) -> _Change:
@@ -154,7 +163,7 @@ def _best_move(state: State, front: _Front, rules: Rules) -> _Change:
     problem = state.problem
     layers = front.layers
     rows = np.arange(layers.size)
-    experts, units = _pieces(state.held[layers, front.slot])
+    experts, units, there = _pieces(state, layers, front.slot)
     room = np.maximum(problem.limits[layers] - state.used[layers], 0)
     takers = _least_busy(np.where(room > 0, state.seconds[layers], np.inf), front.slot, _TAKERS)
     speed_a = problem.speeds[front.slot][:, None, None]
@@ -175,7 +184,7 @@ def _best_move(state: State, front: _Front, rules: Rules) -> _Change:
         options = np.stack([np.clip(np.minimum(need, take), 0, most), np.clip(even, 0, most), all_of_it])
     else:
         options = all_of_it[None].astype(np.float64)
-    gone = options == units[:, :, None]
+    gone = options == there[:, :, None]
     after_a = busiest - options * unit_a - np.where(gone, fixed + problem.piece_s / speed_a, 0.0)
     after_b = busy_b + options * unit_b + cost_b
     added = np.where(gone, 0.0, cost_b)
@@ -236,8 +245,8 @@ def _best_swap(state: State, front: _Front, rules: Rules) -> _Change:
     rows = np.arange(layers.size)
     a = front.slot
     partners = _least_busy(state.seconds[layers], a, _PARTNERS)  # [A, B]
-    mine, mine_units = _pieces(state.held[layers, a])  # [A, K]
-    theirs, their_units = _pieces(state.held[layers[:, None], partners])  # [A, B, J]
+    mine, mine_units, mine_there = _pieces(state, layers, a)  # [A, K]
+    theirs, their_units, their_there = _pieces(state, np.broadcast_to(layers[:, None], partners.shape), partners)
     speed_a = problem.speeds[a][:, None, None, None]
     speed_b = problem.speeds[partners][:, None, :, None]
     at_k, at_j = layers[:, None], layers[:, None, None]
@@ -276,7 +285,8 @@ def _best_swap(state: State, front: _Front, rules: Rules) -> _Change:
                 away.append(np.where(allowed, go, 0))
                 back.append(np.where(allowed, come, 0).astype(np.int64))
     go, come = np.stack(away), np.stack(back)
-    all_k, all_j = go == have_k, come == have_j
+    all_k = go == mine_there[:, :, None, None]
+    all_j = come == their_there[:, None]
     piece_a, piece_b = problem.piece_s / speed_a, problem.piece_s / speed_b
     gained_b = np.where(has_b, 0.0, fixed_k + piece_b) - np.where(all_j, fixed_j + piece_b, 0.0)
     gained_a = np.where(has_a, 0.0, fixed_j + piece_a) - np.where(all_k, fixed_k + piece_a, 0.0)

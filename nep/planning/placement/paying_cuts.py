@@ -17,6 +17,9 @@ _STARTS = ((1.0, False), (1.0, True), *((factor, True) for factor in (1.03, 1.06
 Where rows are dear, an expert that the bound would cut is better left whole: a later deadline does that.
 """
 _PAIRS = 400_000
+"""Pairs of expert and slot, over all layers, that are worth planning from another start."""
+_MOVES = 256
+"""Moves per layer, at most, however many slots there are."""
 
 
 def cut_what_pays(problem: Problem, bound_s: Floats) -> State:
@@ -73,5 +76,5 @@ def polish(state: State, *, cut: bool = True) -> None:
     """Moves and swaps pieces while that takes seconds off the busiest slot."""
     # About as many cuts as slots make them level; what comes after is worth little. Whole experts stop sooner.
     slots = state.problem.num_slots
-    rules = Rules(cut=cut, steps=slots + 16 if cut else max(16, slots // 2))
+    rules = Rules(cut=cut, steps=min(slots + 16 if cut else max(16, slots // 2), _MOVES))
     descend(state, np.arange(state.problem.num_layers), rules)

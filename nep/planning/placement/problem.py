@@ -121,6 +121,19 @@ class Problem:
             work = self.tokens if self.tokens.any() else np.ones_like(self.tokens)
         return replace(self, work_s=work, row_s=np.maximum(self.row_s, ROW_THRIFT * work))
 
+    def without(self, slots: Integers) -> "Problem":
+        """The problem as if these slots had no memory.
+
+        Raises:
+            ValueError: if the others cannot hold the experts.
+        """
+        usable, limits = self.usable.copy(), self.limits.copy()
+        usable[slots] = False
+        limits[:, slots] = 0
+        pool = None if self.pool is None else np.where(usable, self.pool, 0)
+        _require_room(limits, pool, self.num_layers, self.units_per_layer)
+        return replace(self, usable=usable, limits=limits, pool=pool)
+
     def split(self, limits: Integers) -> "Problem":
         """The same problem with limits ``[L, S]`` for each layer in place of a pool."""
         return replace(self, limits=limits, pool=None)

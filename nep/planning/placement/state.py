@@ -17,12 +17,14 @@ class State:
         held: ``[L, S, E]``, units. Slots before experts: a planner looks at all that one slot holds.
         seconds: ``[L, S]``, by the prices of ``problem``, kept up to date by `add` and `move`.
         used: ``[L, S]``, units.
+        fixed: ``[L, S, E]``, units that must stay where they are; None if all may move.
     """
 
     problem: Problem
     held: Integers
     seconds: Floats
     used: Integers
+    fixed: Integers | None = None
 
     @classmethod
     def empty(cls, problem: Problem) -> "State":

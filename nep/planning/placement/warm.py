@@ -13,9 +13,10 @@ from nep.planning.placement.objective import check_cut
 from nep.planning.placement.problem import Cut, Floats, Integers, Problem, slot_seconds
 from nep.planning.placement.state import State, mean_seconds
 
-_THRIFTS = (0.15, 0.5, 1.0)
+_THRIFTS = (0.2, 1.0)
 """With few units to be moved, slices of hot experts do most for each, and that their rows cost others is the
-lesser evil; with many, the rows add up."""
+lesser evil; with many (the second), the rows add up."""
+_MANY = 0.03
 _LEVELS = (1.4, 1.25, 1.16, 1.1, 1.07, 1.045, 1.03, 1.02, 1.01, 1.0)
 """Levels of the busiest slot to aim at, as multiples of the mean: each needs more moves than the one before."""
 
@@ -134,7 +135,8 @@ def _stages(problem: Problem, held: Integers, kept: Integers, budget: int) -> li
     layers = np.arange(problem.num_layers)
     needed = _received(held, kept)
     stages = [_Stage(held=held, moved=np.zeros_like(needed), seconds=slot_seconds(problem, held).max(axis=1))]
-    for thrift in _THRIFTS:
+    many = budget > _MANY * problem.num_layers * problem.units_per_layer
+    for thrift in _THRIFTS if many else _THRIFTS[:1]:
         state = State.of(guided, held)
         # A pool counts in full for every layer here; `_choose` sees to it that not all of them use it.
         state.problem = guided.split(state.used + state.room())

@@ -1,5 +1,6 @@
 """Mirrors as a layout: pairs, what moves after deaths, bytes, and what two deaths at once can lose."""
 
+from dataclasses import replace
 from itertools import combinations
 
 import pytest
@@ -7,7 +8,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from nep.planning.cluster import Cluster, Slot
-from nep.planning.layout import Layout, Lines, axes, axis_lines, axis_unit_numel
+from nep.planning.intervals import count_units, intersect
+from nep.planning.layout import Layout, Line, LineKind, Lines, axes, axis_lines, axis_unit_numel
 from nep.planning.mirrors import mirror_shares, place_mirrors
 from nep.planning.plan import Lane, Plan
 from nep.planning.planner import lost_intervals, plan_after_failure, plan_from_scratch, plan_mirrors
@@ -90,7 +92,7 @@ def _scattered(plan: Plan) -> Plan:
             slot = others[(owner + index) % len(others)]
             cuts.setdefault(axis, {}).setdefault(slot, []).append((unit, unit + 1))
     mirrors = Layout({axis: {slot: tuple(units) for slot, units in cut.items()} for axis, cut in cuts.items()})
-    return Plan(**{**{name: getattr(plan, name) for name in plan.__dataclass_fields__}, "mirrors": mirrors})
+    return replace(plan, mirrors=mirrors)
 
 
 def test_scattered_mirrors_lose_with_every_two_deaths_and_are_gathered() -> None:
@@ -184,6 +186,112 @@ def test_two_nodes_of_unequal_size_cut_the_one_left_over_in_few_pieces() -> None
     assert max(second) <= limit + max(axis_unit_numel(lines).values())
 
 
+def _uneven(units: list[int], unit_numel: int = 2) -> tuple[Plan, Lines]:
+    """One axis; slot i owns so many units, one after the other, and nothing is mirrored."""
+    ends = [sum(units[: index + 1]) for index in range(len(units))]
+    slots = tuple(range(len(units)))
+    owners = Layout({"a": {slot: ((ends[slot] - units[slot], ends[slot]),) for slot in slots if units[slot]}})
+    lines = {"a": Line(kind=LineKind.VOCAB, num_units=ends[-1], unit_shape=(unit_numel,), axis="a", layer=0)}
+    return _plan(owners, slots), lines
+
+
+def _plan(owners: Layout, slots: tuple[int, ...], mirrors: Layout | None = None) -> Plan:
+    return Plan(
+        number=1,
+        slots=slots,
+        replicas=(slots,),
+        lanes=tuple(Lane(0, (slot,), 1) for slot in slots),
+        holders=owners,
+        owners=owners,
+        mirrors=mirrors or Layout({}),
+        redundancy="device",
+        speeds_ppm=(1,) * len(slots),
+    )
+
+
+def _mirrored_on(plan: Plan, where: dict[int, dict[int, int]]) -> Plan:
+    """The plan with owner -> slot -> so many of the owner's units, from the first on, mirrored there."""
+    cuts: dict[int, list[tuple[int, int]]] = {}
+    for owner, slots in where.items():
+        ((lo, _),) = plan.owners.intervals("a", owner)
+        for slot, units in slots.items():
+            cuts.setdefault(slot, []).append((lo, lo + units))
+            lo += units
+    return replace(plan, mirrors=Layout({"a": {slot: tuple(units) for slot, units in cuts.items()}}))
+
+
+THREE_AND_TWO = Cluster(tuple(Slot(slot, slot // 3) for slot in range(5)))
+
+
+def _units_on(plan: Plan, owner: int) -> dict[int, int]:
+    ((lo, hi),) = plan.owners.intervals("a", owner)
+    return {
+        slot: count
+        for slot, intervals in plan.mirrors.by_slot("a").items()
+        if (count := count_units(intersect(intervals, [(lo, hi)])))
+    }
+
+
+def test_who_is_left_out_goes_to_the_emptiest_whole_if_it_fits() -> None:
+    # Twice the largest owner, 18 units and one of slack, is allowed: slot 3 has room for 8, slot 4 for 12.
+    plan, lines = _uneven([2, 2, 6, 9, 5])
+    plan = _mirrored_on(plan, {0: {3: 2}, 1: {4: 2}, 3: {0: 9}, 4: {1: 5}})
+    after = plan_mirrors(plan, THREE_AND_TWO, lines)
+    assert _units_on(after, 2) == {4: 6}
+    plan, lines = _uneven([2, 2, 6, 9, 9])
+    plan = _mirrored_on(plan, {0: {3: 2}, 1: {4: 2}, 3: {0: 9}, 4: {1: 9}})
+    assert _units_on(plan_mirrors(plan, THREE_AND_TWO, lines), 2) == {3: 6}
+
+
+def test_what_is_spread_already_stays_and_grows_where_it_is() -> None:
+    plan, lines = _uneven([2, 2, 6, 5, 9])
+    plan = _mirrored_on(plan, {0: {3: 2}, 1: {4: 2}, 2: {4: 2}, 3: {0: 5}, 4: {1: 9}})
+    after = plan_mirrors(plan, THREE_AND_TWO, lines)
+    assert _units_on(after, 2) == {4: 6}, "slot 3 is emptier, but would make another pair"
+    # Both have too much: slot 3 keeps the 8 of 9 units that fit.
+    plan, lines = _uneven([2, 2, 9, 9, 9])
+    plan = _mirrored_on(plan, {0: {3: 2}, 1: {4: 2}, 2: {3: 9}, 3: {0: 9}, 4: {1: 9}})
+    after = plan_mirrors(plan, THREE_AND_TWO, lines)
+    assert _units_on(after, 2) == {3: 8, 4: 1}
+    assert plan_mirrors(after, THREE_AND_TWO, lines) is after
+
+
+def test_what_cannot_move_takes_room() -> None:
+    """Slot 5 is about to leave and is mirrored on slot 3, so slot 2's state goes to slot 4."""
+    cluster = Cluster(tuple(Slot(slot, min(slot // 3, 1), "draining" if slot == 5 else "healthy") for slot in range(6)))
+    plan, lines = _uneven([2, 2, 6, 5, 9, 9])
+    plan = _mirrored_on(plan, {0: {3: 2}, 1: {4: 2}, 3: {0: 5}, 4: {1: 9}, 5: {3: 9}})
+    assert _units_on(plan_mirrors(plan, cluster, lines), 2) == {4: 6}
+
+
+@given(st.data())
+def test_any_owners_in_any_domains_are_within_the_bound(data: st.DataObject) -> None:
+    num_units = data.draw(AXES)
+    lines = {
+        axis: Line(kind=LineKind.VOCAB, num_units=units, unit_shape=(data.draw(st.integers(1, 9)),), axis=axis, layer=0)
+        for axis, units in num_units.items()
+    }
+    slots = tuple(range(data.draw(st.integers(2, 7))))
+    cluster = Cluster(tuple(Slot(slot, data.draw(st.integers(0, 2))) for slot in slots))
+    owners = data.draw(layouts(num_units, slots, "partition"))
+    before = _plan(owners, slots)
+    if data.draw(st.booleans()):  # the same owners as if they had once been mirrored in other domains
+        before = replace(before, mirrors=place_mirrors(before, Cluster.uniform(len(slots), 1), lines))
+    plan = plan_mirrors(before, cluster, lines)
+    check_plan(plan, lines)
+    assert plan.unprotected(lines) == []
+    assert plan_mirrors(plan, cluster, lines) is plan
+    domains = cluster.domains
+    links = _links(plan)
+    assert all(domains[owner] != domains[mirror] for owner, mirrors in links.items() for mirror in mirrors)
+    state, owned = _state(plan, lines), _bytes(plan.owners, plan, lines)
+    crowded = max(slots, key=lambda slot: list(domains.values()).count(domains[slot]))
+    away = [slot for slot in slots if domains[slot] != domains[crowded]]
+    mean = -(-sum(state[slot] for slot in away) // len(away)) if 2 * len(away) < len(slots) else 0
+    slack = max(axis_unit_numel(lines).values()) if mean else 0
+    assert max(state.values()) <= max(2 * max(owned.values()), mean) + slack
+
+
 def test_a_returning_domain_takes_the_mirrors_that_one_domain_had_to_keep() -> None:
     """While only one node lives, slots are the domains; when a second one is there, mirrors go over to it."""
     plan, _ = _start(4, 4)
@@ -207,17 +315,7 @@ def test_slots_about_to_leave_get_no_mirrors_and_keep_theirs() -> None:
 def test_a_slots_own_mirror_of_itself_is_replaced() -> None:
     lines = line_list({"a": 4})
     owners = Layout({"a": {0: ((0, 2),), 1: ((2, 4),)}})
-    plan = Plan(
-        number=1,
-        slots=(0, 1),
-        replicas=((0, 1),),
-        lanes=(Lane(0, (0,), 1), Lane(0, (1,), 1)),
-        holders=owners,
-        owners=owners,
-        mirrors=owners,
-        redundancy="device",
-        speeds_ppm=(1, 1),
-    )
+    plan = _plan(owners, (0, 1), mirrors=owners)
     assert place_mirrors(plan, Cluster.uniform(2, 1), lines) == Layout({"a": {0: ((2, 4),), 1: ((0, 2),)}})
 
 
@@ -231,7 +329,7 @@ def test_mirrors_in_place_are_the_same_object_whatever_their_order_of_storage() 
             for axis, by in plan.mirrors.cuts.items()
         }
     )
-    other = Plan(**{**{name: getattr(plan, name) for name in plan.__dataclass_fields__}, "mirrors": turned})
+    other = replace(plan, mirrors=turned)
     assert plan_mirrors(other, cluster, LINES) is other
     assert place_mirrors(other, cluster, LINES) is turned
 

@@ -149,12 +149,53 @@ def test_two_of_one_node_take_a_pair_of_others_apart() -> None:
     assert pair_up(domains, dict.fromkeys(domains, 1), {2: 3, 3: 2}) == {0: 2, 2: 0, 1: 3, 3: 1}
 
 
+def test_a_node_that_dies_leaves_few_pairs_of_nodes() -> None:
+    """The four it was paired with take two pairs of one other pair of nodes apart, not of two."""
+    domains = {slot: slot % 6 for slot in range(24)}
+    partner = pair_up(domains, dict.fromkeys(domains, 1))
+    alive = {slot: node for slot, node in domains.items() if node}
+    links = {a: b for a, b in partner.items() if a in alive and b in alive}
+    after = pair_up(alive, dict.fromkeys(alive, 1), links)
+    assert len(_pairs(after)) == 10
+    assert len({frozenset((alive[a], alive[b])) for a, b in after.items()}) == 4
+
+
+def test_two_that_find_only_a_ring_of_three_join_it() -> None:
+    domains = {0: 0, 1: 0, 2: 1, 3: 2, 4: 3}
+    partner = pair_up(domains, dict.fromkeys(domains, 1), {2: 3, 3: 4, 4: 2})
+    _check(partner, domains, dict.fromkeys(domains, 1))
+    assert len(partner) == 5
+
+
+def test_a_long_ring_is_opened_rather_than_a_pair() -> None:
+    """One pair more instead of two."""
+    domains = {slot: slot for slot in range(7)}
+    kept = {1: 2, 2: 1, 3: 4, 4: 5, 5: 6, 6: 3}
+    partner = pair_up(domains, dict.fromkeys(domains, 1), kept)
+    assert (partner[1], partner[2]) == (2, 1)
+    assert len(_pairs(partner)) == 6
+
+
+def test_a_ring_of_three_with_one_that_owns_nothing_leaves_no_pair_inside_a_domain() -> None:
+    domains, owned = {0: 0, 1: 1, 2: 1, 3: 2}, {0: 1, 1: 1, 2: 0, 3: 1}
+    partner = pair_up(domains, owned, {1: 0, 0: 2})
+    _check(partner, domains, owned)
+    assert len(partner) == 3
+
+
 def test_the_large_is_paired_with_the_small() -> None:
     domains = {0: 0, 1: 0, 2: 1, 3: 1}
-    assert pair_up(domains, {0: 9, 1: 4, 2: 9, 3: 4}) == {0: 3, 3: 0, 1: 2, 2: 1}
+    assert pair_up(domains, {0: 4, 1: 9, 2: 4, 3: 9}) == {0: 3, 3: 0, 1: 2, 2: 1}
 
 
 def test_who_owns_nothing_may_serve_but_needs_nobody() -> None:
     assert pair_up({0: 0, 1: 1}, {0: 4, 1: 0}) == {0: 1}
     assert pair_up({0: 0, 1: 1, 2: 1}, {0: 4, 1: 4, 2: 0}) == {0: 1, 1: 0}
+    assert pair_up({0: 0, 1: 1, 2: 2}, {0: 4, 1: 4, 2: 0}) == {0: 1, 1: 0}
     assert pair_up({0: 0}, {0: 4}) == {}
+
+
+def test_a_link_without_data_is_opened_first() -> None:
+    owned = {0: 1, 1: 1, 2: 1, 3: 1, 4: 0}
+    kept = {1: 2, 2: 1, 3: 4}
+    assert pair_up({slot: slot for slot in range(5)}, owned, kept) == {**kept, 0: 3}

@@ -229,6 +229,20 @@ def test_a_large_tangle_ends_in_samples_by_itself() -> None:
     assert 0.9 < found.probability < 1
 
 
+def test_python_does_not_run_out_of_stack(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(reliability, "MAX_WORK", 1 << 60)
+    plan, cluster = _tangled(1200)
+    assert recovery_probability(plan, 2, cluster=cluster, num_samples=10).method == "sampled"
+
+
+def test_many_small_tangles_are_counted_exactly() -> None:
+    """Of 300 groups of four, in which no two may die: choose k groups and one of each."""
+    vertices = tuple(range(1200))
+    pairs = tuple(pair for first in range(0, 1200, 4) for pair in combinations(range(first, first + 4), 2))
+    graph = DeathGraph(vertices=vertices, fatal=frozenset(), pairs=pairs)
+    assert count_independent_sets(graph, 3) == comb(300, 3) * 4**3
+
+
 def test_thousands_of_slots_and_failures_are_counted_exactly() -> None:
     pairs = tuple((slot, slot + 1) for slot in range(0, 16_384, 2))
     graph = DeathGraph(vertices=tuple(range(16_384)), fatal=frozenset(), pairs=pairs)

@@ -14,7 +14,7 @@ from nep.planning.request import Planned, PlanRequest
 from nep.planning.shapes import ModelShape, parameter_lines, preset
 from nep.report.plan_figures import held_experts
 from nep.report.plan_html import MAX_SLOTS, plan_page
-from tests.unit.report.planned import planned_of, request_of, uneven_loads, whole_plan
+from tests.unit.report.planned import WORKLOAD, planned_of, request_of, uneven_loads, whole_plan
 
 SHAPE = preset("debug")
 VOID = {"meta", "input", "br", "link", "img"}
@@ -133,7 +133,8 @@ def test_a_text_cannot_end_the_script() -> None:
 def test_of_a_large_cluster_the_replicas_that_change_are_drawn() -> None:
     cluster, lines = Cluster.uniform(512, 8), parameter_lines(SHAPE)
     before = plan_from_scratch(cluster, lines, num_replicas=64, global_batch_size=512)
-    request = request_of(cluster=cluster.fail([500]), current=before)
+    workload = dataclasses.replace(WORKLOAD, global_batch_size=512)
+    request = request_of(cluster=cluster.fail([500]), current=before, workload=workload)
     plan = plan_after_failure(before, request.cluster, lines)
     page, data, _ = page_of(request, plan)
     assert len(data["rows"]) == MAX_SLOTS

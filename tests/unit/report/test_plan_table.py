@@ -10,7 +10,7 @@ from nep.planning.request import PlanRequest
 from nep.planning.shapes import parameter_lines, preset
 from nep.report.plan_table import cluster_text, loads_text, plan_text
 from nep.report.readers.cluster_file import ClusterFlags, cluster_from_flags
-from tests.unit.report.planned import planned_of, request_of, uneven_loads, whole_plan, with_slices
+from tests.unit.report.planned import WORKLOAD, planned_of, request_of, uneven_loads, whole_plan, with_slices
 
 SHAPE = preset("debug")
 LINES = parameter_lines(SHAPE)
@@ -77,7 +77,11 @@ def test_slots_with_equal_entries_share_a_row() -> None:
     text = plan_text(request, planned, width=120)
     assert set(rows(text, "slots")) == {str(slot) for slot in range(8)}  # each has another expert
     assert rows(text, "slots")["5"][-1] == "5"
-    many = request_of(shape=dataclasses.replace(SHAPE, num_experts=64), cluster=Cluster.uniform(64, 8))
+    many = request_of(
+        shape=dataclasses.replace(SHAPE, num_experts=64),
+        cluster=Cluster.uniform(64, 8),
+        workload=dataclasses.replace(WORKLOAD, global_batch_size=64),
+    )
     plan = whole_plan(many)
     planned = planned_of(many, plan)
     slots = tuple(dataclasses.replace(one, memory_bytes=2**30, step_s=1e-3) for one in planned.report.slots)
@@ -117,12 +121,25 @@ def test_a_plan_that_is_kept_says_why() -> None:
     assert "kept          moving 3 GB would not pay within 10 steps" in plan_text(request, planned)
 
 
+def test_state_that_is_lost_is_said() -> None:
+    request = request_of()
+    size = sum(line.num_units * line.unit_numel for line in LINES.values() if line.axis == "layers.0.experts")
+    lost = (("layers.0.experts", 0, 8 * SHAPE.units_per_expert),)
+    planned = planned_of(request, whole_plan(request), lost=lost)
+    share = f"{size / SHAPE.num_parameters:.2%}"
+    assert f"state of {share} of the parameters: no owner and no mirror lives" in plan_text(request, planned)
+    assert "no mirror lives" not in plan_text(request, planned_of(request, whole_plan(request)))
+
+
 @pytest.mark.parametrize("width", [60, 80, 200])
 def test_tables_keep_to_the_width(width: int) -> None:
     request, plan = after_failure()
     text = plan_text(request, planned_of(request, plan), width=width)
     tables = text[text.index("\nslots ") :]
     assert all(len(line) <= width for line in tables.splitlines())
+    slots = rows(text, "slots")
+    assert set(slots) == {str(slot) for slot in plan.slots}
+    assert not any("…" in cell for cells in slots.values() for cell in cells[:-1])
 
 
 def test_clusters_in_words() -> None:

@@ -116,7 +116,7 @@ def test_files_that_are_not_what_they_are_called(name: str, tmp_path: Path) -> N
     path = tmp_path / name
     with pytest.raises(ValueError, match="cannot be read"):
         read_counts(path)
-    path.write_bytes(b"\x80\x81nonsense")
+    path.write_bytes(b"\xffnonsense")
     with pytest.raises(ValueError, match=r"a\."):
         read_counts(path)
 

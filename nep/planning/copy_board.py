@@ -1,0 +1,228 @@
+"""Fills the places of slots with copies, all layers at once."""
+
+import numpy as np
+from numpy.typing import NDArray
+
+Ints = NDArray[np.int64]
+Floats = NDArray[np.float64]
+
+_SWAP_ROUNDS = 12
+_GOOD_ENOUGH = 1.002  # fullest slot over average; quotas level the rest
+_CHUNK = 1 << 22  # entries of the largest array of an exchange
+
+# Reasons against a slot, the first beyond the second and that beyond levels, which are near 1.
+_SAME_DOMAIN = 1e9
+_CONNECTED = 1e6
+
+
+class Board:
+    """Places of all layers while they fill up.
+
+    ``sequence`` lists for each layer the expert of every copy: experts with several copies first, then by load.
+
+    Args:
+        share: ``[layers, experts]``, load of each copy if they share equally, on the scale of ``speeds``: a slot's
+            level is its load over its speed, and on average 1.
+        copies: ``[layers, experts]``, copies of each expert; every layer has as many in all.
+        speeds: of each slot.
+        places: of each slot, for copies of one layer.
+        domains: fault domain of each slot, at least 0.
+        fewest: copies that every expert must have, in as many fault domains: 1 or 2.
+
+    Attributes:
+        dropped: whether some copy found no place on a slot without one of the same expert.
+        confined: whether some expert may have got all its copies in one fault domain.
+    """
+
+    def __init__(self, share: Floats, copies: Ints, speeds: Floats, places: Ints, domains: Ints, fewest: int) -> None:
+        layers, experts = share.shape
+        self.shape = (layers, experts, len(places))
+        self.layer = np.arange(layers)
+        self.speeds, self.places, self.domains = speeds, places, domains
+        shared = copies > 1
+        order = np.lexsort((-share, ~shared), axis=-1)
+        if fewest > 1:
+            # Copies that every expert must have come before those that only balance.
+            extra = np.take_along_axis(copies, order, axis=1) - fewest
+            order = np.concatenate([order, order], axis=1)
+            repeats = np.concatenate([np.full_like(extra, fewest), extra], axis=1)
+        else:
+            repeats = np.take_along_axis(copies, order, axis=1)
+        self.num_needed = experts * fewest if fewest > 1 else 0
+        self.sequence = np.repeat(order.ravel(), repeats.ravel()).reshape(layers, -1)
+        self.of_copy = np.take_along_axis(share, self.sequence, axis=1)
+        self.is_shared = np.take_along_axis(shared, self.sequence, axis=1)
+        self.num_shared = self.is_shared.sum(axis=1)
+        self.level = np.zeros((layers, len(places)))
+        self.free = np.tile(places, (layers, 1))
+        self.slot_of = np.full(self.sequence.shape, -1)
+        self.dropped = False
+        self.confined = False
+
+    def place_shared(self) -> None:
+        """Places experts with several copies, and singles that stand beside them in the sequence."""
+        layers, experts, slots = self.shape
+        layer, share = self.layer, self.of_copy
+        several_domains = len(set(self.domains[self.places > 0].tolist())) > 1
+        component = np.tile(np.arange(slots), (layers, 1))
+        has = np.zeros((layers, experts, slots), dtype=bool)
+        first = np.full((layers, experts), -1)  # slot of the first copy
+        domain = np.full((layers, experts), -1)  # of all copies; -1 if there are none, -2 if they are in several
+        for index in range(int(self.num_shared.max())):
+            expert = self.sequence[:, index]
+            begin = first[layer, expert]
+            own = np.where(begin >= 0, component[layer, begin], -1)
+            used = has[layer, expert]
+            key = self.level + share[:, index, None] / self.speeds
+            key += _CONNECTED * (component == own[:, None])
+            if several_domains:
+                key += _SAME_DOMAIN * (self.domains == domain[layer, expert][:, None])
+                if index < self.num_needed:
+                    key += _SAME_DOMAIN * self._scarce(index, domain[layer, expert])
+            key[used | (self.free <= 0)] = np.inf
+            slot = key.argmin(axis=1)
+            fits = key[layer, slot] < np.inf
+            self.dropped |= not fits.all()
+            self.confined |= bool((key[layer, slot] >= _SAME_DOMAIN).any())
+            self._put(index, np.where(fits, slot, -1))
+            at, expert, slot = layer[fits], expert[fits], slot[fits]
+            has[at, expert, slot] = True
+            joined, here, before = component[at, slot], self.domains[slot], domain[at, expert]
+            own = np.where(own[fits] >= 0, own[fits], joined)
+            merge = (component[at] == joined[:, None]) & self.is_shared[at, index][:, None]
+            component[at] = np.where(merge, own[:, None], component[at])
+            first[at, expert] = np.where(first[at, expert] < 0, slot, first[at, expert])
+            domain[at, expert] = np.where((before == -1) | (before == here), here, -2)
+
+    def _scarce(self, index: int, domain: Ints) -> NDArray[np.bool_]:
+        """Slots in fault domains that must be left to others, or not every expert can be in two.
+
+        With ``left`` experts to come, a domain can serve no more of them than it has free places: the places that
+        count sum to at least twice ``left`` as long as all can be in two domains. A domain with ``left`` places or
+        more loses nothing by serving one. What the others may lose is the slack.
+
+        Args:
+            index: place in the sequence, in which the two copies of an expert follow each other.
+            domain: of the first copy; -1 if this is the first.
+
+        Returns:
+            ``[layers, slots]``.
+        """
+        number = int(self.domains.max()) + 1
+        member = self.domains == np.arange(number)[:, None]
+        free = np.maximum(self.free, 0) @ member.T.astype(np.int64)
+        second = index % 2
+        rows = self.layer[domain >= 0] if second else self.layer[:0]
+        free[rows, domain[rows]] += 1  # as before the first copy
+        left = self.num_needed // 2 - index // 2
+        large = free >= left
+        slack = np.minimum(free, left).sum(axis=1) - 2 * left + 2 - large.sum(axis=1)
+        slack[rows] -= ~large[rows, domain[rows]]
+        return (~large & (slack < 1)[:, None])[:, self.domains]
+
+    def _put(self, index: int, slot: Ints) -> None:
+        fits = slot >= 0
+        self.slot_of[:, index] = slot
+        layer, slot = self.layer[fits], slot[fits]
+        self.level[layer, slot] += self.of_copy[fits, index] / self.speeds[slot]
+        self.free[layer, slot] -= 1
+
+    def place_single(self) -> None:
+        """Places what is left, heaviest first: each goes where the level is then lowest."""
+        slots = self.shape[2]
+        open_level = np.where(self.free > 0, self.level, np.inf)
+        rows = self.layer * slots
+        level, free, flat = self.level.ravel(), self.free.ravel(), open_level.ravel()
+        for index in range(int(self.num_shared.max()), self.sequence.shape[1]):
+            added = self.of_copy[:, index, None] / self.speeds
+            slot = (open_level + added).argmin(axis=1)
+            self.slot_of[:, index] = slot
+            at = rows + slot
+            level[at] += added[self.layer, slot]
+            free[at] -= 1
+            flat[at] = np.where(free[at] > 0, level[at], np.inf)
+
+    def exchange(self) -> None:
+        """Exchanges experts of one copy between full and less full slots, or moves them to a free place.
+
+        The fullest slot is paired with the emptiest, the second fullest with the second emptiest and so on; each
+        pair makes the one exchange that brings its levels closest. Every second round pairs differently.
+        """
+        table, load = self._singles()
+        width = table.shape[2]
+        half = self.shape[2] // 2
+        if half == 0 or width == 0:
+            return
+        chunk = max(1, _CHUNK // (half * width * width))
+        usable = self.places > 0
+        average = (self.level * self.speeds).sum(axis=1) / self.speeds[usable].sum()
+        for begin in range(0, self.shape[0], chunk):
+            rows = self.layer[begin : begin + chunk]
+            idle = 0
+            for turn in range(_SWAP_ROUNDS):
+                rows = rows[self.level[rows].max(axis=1) > _GOOD_ENOUGH * average[rows]]
+                if len(rows) == 0 or idle == 2:
+                    break
+                idle = 0 if self._exchange_pairs(rows, turn, table, load) else idle + 1
+
+    def _singles(self) -> tuple[Ints, Floats]:
+        """For each slot its copies that may be exchanged, as places in the sequence, and their load.
+
+        Returns:
+            ``[layers, slots, most per slot]`` twice: place, or -1 where there is no copy; load, 0 at one free place
+            if the slot has one, and else nan.
+        """
+        layers, _, slots = self.shape
+        layer, index = np.nonzero(~self.is_shared)
+        slot = self.slot_of[layer, index]
+        order = np.lexsort((slot, layer))
+        layer, index, slot = layer[order], index[order], slot[order]
+        number = np.bincount(layer * slots + slot, minlength=layers * slots)
+        position = np.arange(len(layer)) - np.repeat(number.cumsum() - number, number)
+        number = number.reshape(layers, slots)
+        width = int((number + (self.free > 0)).max())
+        table = np.full((layers, slots, width), -1)
+        load = np.full((layers, slots, width), np.nan)
+        table[layer, slot, position] = index
+        load[layer, slot, position] = self.of_copy[layer, index]
+        layer, slot = np.nonzero(self.free > 0)
+        load[layer, slot, number[layer, slot]] = 0.0
+        return table, load
+
+    def _exchange_pairs(self, rows: Ints, turn: int, table: Ints, load: Floats) -> bool:
+        """One round of `exchange` in these layers; whether anything changed."""
+        half = self.shape[2] // 2
+        order = self.level[rows].argsort(axis=1, kind="stable")
+        emptier, fuller = order[:, :half], order[:, ::-1][:, :half]
+        if turn % 2:
+            emptier = np.roll(emptier, turn // 2 + 1, axis=1)
+        row = rows[:, None]
+        gap = self.level[row, fuller] - self.level[row, emptier]
+        ideal = gap / (1.0 / self.speeds[fuller] + 1.0 / self.speeds[emptier])
+        moved = load[row, fuller][:, :, :, None] - load[row, emptier][:, :, None, :]
+        missed = np.abs(moved - ideal[:, :, None, None]).reshape(len(rows), half, -1)
+        # nan compares as false: what may not be exchanged is not.
+        useful = missed < (ideal * (1 - 1e-6))[:, :, None]
+        missed = np.where(useful, missed, np.inf)
+        best = missed.argmin(axis=2)
+        which, pair = np.nonzero(useful.any(axis=2))
+        give, take = np.divmod(best[which, pair], table.shape[2])
+        layer, source, target = rows[which], fuller[which, pair], emptier[which, pair]
+        amount = load[layer, source, give] - load[layer, target, take]
+        self.level[layer, source] -= amount / self.speeds[source]
+        self.level[layer, target] += amount / self.speeds[target]
+        for array in (table, load):
+            kept = array[layer, source, give].copy()
+            array[layer, source, give] = array[layer, target, take]
+            array[layer, target, take] = kept
+        for slot, position in ((source, give), (target, take)):
+            index = table[layer, slot, position]
+            self.slot_of[layer[index >= 0], index[index >= 0]] = slot[index >= 0]
+        return len(layer) > 0
+
+    def copies(self) -> NDArray[np.int8]:
+        """The placement."""
+        result = np.zeros(self.shape, dtype=np.int8)
+        layer, index = np.nonzero(self.slot_of >= 0)
+        result[layer, self.sequence[layer, index], self.slot_of[layer, index]] = 1
+        return result
