@@ -31,6 +31,11 @@ class ExpertAxes:
     num_experts: int
     units_per_expert: int
 
+    @property
+    def num_units(self) -> int:
+        """Units of all layers together."""
+        return len(self.names) * self.num_experts * self.units_per_expert
+
     @classmethod
     def of(cls, lines: Lines) -> "ExpertAxes | None":
         """Those of a model; None for one without experts.
@@ -135,9 +140,7 @@ def assemble(
     holders = Layout({axis: cuts[axis] for axis in axis_lines(lines)})
     staying: Mapping[str, Mapping[int, Intervals]] = {}
     if current is not None:
-        staying = staying_owners(
-            current.owners, current.holders, holders, frozenset(slots), keep_held=keep_held
-        )
+        staying = staying_owners(current.owners, current.holders, holders, frozenset(slots), keep_held=keep_held)
     owners, gained = assign_owners(holders, staying, lines)
     mirrors = Layout({})
     if current is not None and redundancy != "none":

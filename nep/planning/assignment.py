@@ -1,134 +1,97 @@
-"""Hands units out to slots: who owns or inherits what.
+"""Hands units out: how many each gets, and which.
 
 Everything is exact in integers and depends on nothing but its arguments, so every slot computes the same.
 """
 
-from collections import defaultdict
-from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass
+from collections.abc import Iterable
 
-from nep.planning.intervals import Interval, count_units
+import numpy as np
+from numpy.typing import NDArray
 
+from nep.planning.intervals import Interval
 
-@dataclass(frozen=True, kw_only=True)
-class Portion:
-    """Units of one axis that look for a slot.
-
-    Attributes:
-        axis: the axis.
-        axis_position: its place in canonical order.
-        lo: first unit.
-        hi: one past the last unit.
-        unit_size: load of one unit, in whatever the loads are counted in.
-        candidates: the slots that may take it; at least one.
-    """
-
-    axis: str
-    axis_position: int
-    lo: int
-    hi: int
-    unit_size: int
-    candidates: frozenset[int]
-
-    @property
-    def size(self) -> int:
-        """Load of the whole portion."""
-        return (self.hi - self.lo) * self.unit_size
-
+Integers = NDArray[np.int64]
 
 Assigned = dict[str, dict[int, list[Interval]]]
 """axis -> slot -> intervals, neither sorted nor merged."""
 
+# Up to so many bins plain Python is faster than numpy.
+_FEW = 32
 
-def water_fill(
-    loads: Sequence[int], num_units: int, unit_size: int = 1, ties: Sequence[int] | None = None
-) -> list[int]:
-    """How many of ``num_units`` equal units each bin gets if every one goes to the bin least loaded by then.
 
-    Computed by the level that the water reaches, not unit by unit: a vocabulary has a hundred thousand.
+def water_fill(loads: Integers, num_units: int, unit_size: int) -> Integers:
+    """How many of some equal units each bin gets if every one goes to the bin least loaded by then.
+
+    Computed by the level that the water reaches, not unit by unit: a vocabulary has a hundred thousand. Of
+    equally loaded bins the earlier comes first.
 
     Args:
         loads: load of each bin before; at least one bin.
         num_units: units to give out.
         unit_size: load of one unit.
-        ties: which of equally loaded bins comes first, lower first; None means the earlier one.
     """
-    bins = range(len(loads))
-    second = ties if ties is not None else [0] * len(loads)
-    order = sorted(bins, key=lambda bin_: (loads[bin_], second[bin_]))
+    if loads.size <= _FEW:
+        return np.array(_fill_few(loads.tolist(), num_units, unit_size), dtype=np.int64)
     poured = num_units * unit_size
-    below = 0  # load before, of the bins under the level
-    wet = 0  # how many bins are
-    for bin_ in order:
-        if wet and loads[bin_] * wet >= poured + below:
+    order = np.argsort(loads, kind="stable")
+    rising = loads[order]
+    below = np.cumsum(rising) - rising
+    # A bin stays dry if the level of those before it does not reach it.
+    dry = np.flatnonzero(rising * np.arange(loads.size) >= poured + below)
+    wet = int(dry[dry > 0][0]) if dry.size and dry[-1] > 0 else loads.size
+    counts = np.zeros(loads.size, dtype=np.int64)
+    # The level is (poured + what is below) / wet; each bin takes the whole units that fit under it.
+    counts[order[:wet]] = (poured + int(rising[:wet].sum()) - rising[:wet] * wet) // (wet * unit_size)
+    # Fewer than ``wet`` are left, and no bin gets a second one of them before each has a first.
+    left = num_units - int(counts.sum())
+    if left:
+        counts[np.argsort(loads + counts * unit_size, kind="stable")[:left]] += 1
+    return counts
+
+
+def _fill_few(loads: list[int], num_units: int, unit_size: int) -> list[int]:
+    """`water_fill` for few bins, step for step."""
+    poured = num_units * unit_size
+    order = sorted(range(len(loads)), key=loads.__getitem__)
+    below = wet = 0
+    for place in order:
+        if wet and loads[place] * wet >= poured + below:
             break
-        below += loads[bin_]
+        below += loads[place]
         wet += 1
     counts = [0] * len(loads)
-    for bin_ in order[:wet]:
-        # The level is (poured + below) / wet; each bin takes the whole units that fit under it.
-        counts[bin_] = (poured + below - loads[bin_] * wet) // (wet * unit_size)
-    # Fewer than ``wet`` are left, and no bin gets a second one of them before each has a first.
+    for place in order[:wet]:
+        counts[place] = (poured + below - loads[place] * wet) // (wet * unit_size)
     left = num_units - sum(counts)
-    after = sorted(bins, key=lambda bin_: (loads[bin_] + counts[bin_] * unit_size, second[bin_]))
-    for bin_ in after[:left]:
-        counts[bin_] += 1
+    if left:
+        after = sorted(range(len(loads)), key=lambda place: loads[place] + counts[place] * unit_size)
+        for place in after[:left]:
+            counts[place] += 1
     return counts
 
 
 def deal(intervals: Iterable[Interval], counts: Iterable[tuple[int, int]]) -> list[tuple[int, Interval]]:
-    """Cuts intervals into runs: the first slot takes its count of units from the front, then the next.
+    """Cuts intervals into runs: the first taker gets its count of units from the front, then the next.
 
-    Consecutive runs keep the number of pieces below intervals + slots. Cutting every interval over all slots
-    would multiply the pieces by the number of slots at each of several failures.
+    Consecutive runs keep the number of pieces below intervals + takers. Cutting every interval over all of them
+    would multiply the pieces at each of several failures.
 
     Args:
         intervals: what is dealt.
-        counts: ``(slot, units)``; together as many units as the intervals have.
+        counts: ``(taker, units)``; together as many units as the intervals have.
 
     Returns:
-        ``(slot, interval)``, in the order of the intervals.
+        ``(taker, interval)``, in the order of the intervals.
     """
     dealt: list[tuple[int, Interval]] = []
-    takers = iter([(slot, count) for slot, count in counts if count])
-    slot, room = -1, 0
+    takers = iter([(taker, count) for taker, count in counts if count])
+    taker, room = -1, 0
     for lo, hi in intervals:
         while lo < hi:
             if not room:
-                slot, room = next(takers)
+                taker, room = next(takers)
             stop = min(hi, lo + room)
-            dealt.append((slot, (lo, stop)))
+            dealt.append((taker, (lo, stop)))
             room -= stop - lo
             lo = stop
     return dealt
-
-
-def balance(portions: Iterable[Portion], loads: Mapping[int, int]) -> Assigned:
-    """Gives every unit to one of its candidates so that loads end as even as a greedy pass gets them.
-
-    A portion is cut over all its candidates, as a reduce-scatter among them wants it. Portions with few
-    candidates go first, then large units: what can go anywhere fills the gaps that the others left.
-
-    Args:
-        portions: disjoint.
-        loads: load of each candidate before.
-    """
-    groups: dict[tuple[str, frozenset[int]], list[Portion]] = defaultdict(list)
-    for portion in sorted(portions, key=lambda portion: (portion.axis_position, portion.lo)):
-        groups[portion.axis, portion.candidates].append(portion)
-    # The sort is stable: among equals, the order of axes and units decides.
-    ordered = sorted(groups.values(), key=lambda group: (len(group[0].candidates), -group[0].unit_size))
-    now = defaultdict(int, loads)
-    assigned: Assigned = {}
-    for group in ordered:
-        intervals = [(portion.lo, portion.hi) for portion in group]
-        candidates = sorted(group[0].candidates)
-        counts = water_fill([now[slot] for slot in candidates], count_units(intervals), group[0].unit_size)
-        for slot, (lo, hi) in deal(intervals, zip(candidates, counts, strict=True)):
-            _give(assigned, now, group[0], slot, lo, hi)
-    return assigned
-
-
-def _give(assigned: Assigned, now: dict[int, int], portion: Portion, slot: int, lo: int, hi: int) -> None:
-    now[slot] += (hi - lo) * portion.unit_size
-    assigned.setdefault(portion.axis, {}).setdefault(slot, []).append((lo, hi))

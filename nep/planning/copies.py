@@ -26,6 +26,8 @@ Floats = NDArray[np.float64]
 
 _SCALE = 2**30  # the hottest expert of a layer, in the integers that planning counts tokens in
 
+_SLOW = 2  # times slower than the average: when a slot may have more places than are of use
+
 
 @dataclass(frozen=True, kw_only=True)
 class SlotLimits:
@@ -104,10 +106,11 @@ class SlotLimits:
 def whole_tokens(loads: ExpertLoads) -> Ints:
     """Loads ``[layers, experts]`` as integers, in proportion within a layer, at least 1 each.
 
-    At least 1, since an expert that nobody asked for yet may still be asked for.
+    At least 1, since an expert that nobody asked for yet may still be asked for. Of a layer without any load nothing
+    is known: its experts count as equal.
     """
     largest = loads.mean.max(axis=1, keepdims=True)
-    shares = loads.mean / np.where(largest > 0, largest, 1.0)
+    shares = np.where(largest > 0, loads.mean / np.where(largest > 0, largest, 1.0), 1.0)
     return np.maximum(np.rint(shares * _SCALE), 1.0).astype(np.int64)
 
 
@@ -185,23 +188,43 @@ def place_copies(loads: ExpertLoads, limits: SlotLimits, *, num_copies: int | No
             raise ValueError(f"num_copies ({num_copies}) must be at least one of each of {experts} experts")
         number = min(number, num_copies)
     tokens = whole_tokens(loads)
-    copies = count_copies(tokens, limits, number)
+    used = _useful_places(tokens, limits, places)
+    wanted = min(number, int(used.sum()))
+    copies = count_copies(tokens, limits, wanted)
     speeds = np.array(limits.speeds_ppm, dtype=np.float64)
     usable = int(np.array(limits.speeds_ppm, dtype=np.int64)[places > 0].sum())
     # Level 1 is the average: what all slots would have if everything could be shared out.
     weight = tokens / tokens.sum(axis=1, keepdims=True) * usable
-    fewest = _fewest(limits, experts, number)
+    fewest = _fewest(limits, experts, wanted)
     domains = np.unique(np.array(limits.domains), return_inverse=True)[1]
-    board = Board(weight / copies, copies, speeds, places, domains, fewest)
+    board = Board(weight / copies, copies, speeds, used, domains, fewest)
     board.place_shared()
     board.place_single()
     board.exchange()
     result = board.copies()
-    if board.dropped:
+    if board.dropped or wanted < number:
         _fill_up(result, tokens, places, number, fewest)
-    if board.dropped or board.confined:
+    if board.dropped or board.confined or wanted < number:
         _spread(result, tokens, limits)
     return result
+
+
+def _useful_places(tokens: Ints, limits: SlotLimits, places: Ints) -> Ints:
+    """Places without those that a slow slot could not even fill with the lightest experts of a usual layer.
+
+    Whatever else had its only copy there would make the slot the last to finish. In the end those places get copies
+    of what other slots have as well: they need not take any tokens.
+    """
+    speeds = np.array(limits.speeds_ppm, dtype=np.int64)
+    total = int(speeds[places > 0].sum())
+    lightest = np.sort(tokens, axis=1).cumsum(axis=1)
+    fair = tokens.sum(axis=1, keepdims=True) / total
+    useful = places.copy()
+    for slot in np.flatnonzero(_SLOW * speeds * (places > 0).sum() < total).tolist():
+        number = (lightest <= fair * speeds[slot]).sum(axis=1)
+        useful[slot] = min(places[slot], int(np.median(number)))
+    experts = tokens.shape[1]
+    return useful if useful.sum() >= limits.needed_copies(experts) * experts else places
 
 
 def _fill_up(copies: Copies, tokens: Ints, places: Ints, num_copies: int, fewest: int) -> None:

@@ -118,7 +118,8 @@ class Board:
         large = free >= left
         slack = np.minimum(free, left).sum(axis=1) - 2 * left + 2 - large.sum(axis=1)
         slack[rows] -= ~large[rows, domain[rows]]
-        return (~large & (slack < 1)[:, None])[:, self.domains]
+        scarce: NDArray[np.bool_] = ~large & (slack < 1)[:, None]
+        return scarce[:, self.domains]
 
     def _put(self, index: int, slot: Ints) -> None:
         fits = slot >= 0

@@ -82,7 +82,9 @@ class CopyCuts:
         gone = [index for index, slot in enumerate(slots) if slot in lost]
         speeds = self._prices.speeds_ppm
         everything = SlotLimits(
-            places=tuple(places.get(slot, int(copies[:, :, index].sum(axis=1).max())) for index, slot in enumerate(slots)),
+            places=tuple(
+                places.get(slot, int(copies[:, :, index].sum(axis=1).max())) for index, slot in enumerate(slots)
+            ),
             speeds_ppm=tuple(speeds[slot] for slot in slots),
             domains=tuple(self._domains[slot] for slot in slots),
         )

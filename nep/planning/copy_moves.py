@@ -55,7 +55,10 @@ def best_move(layer: LayerCopies, min_gain: float) -> Move | None:
     predicted.sort(key=lambda move: -move.value)  # stable: equal ones stay in the order they were found
     best: Move | None = None
     for guess in predicted[:_JUDGED]:
-        move = guess._replace(gain=layer.solved.score - layer.judge(guess.changes).score)
+        after = layer.judge(guess.changes)
+        move = guess._replace(gain=layer.solved.score - after.score)
+        if after.level > layer.solved.level:
+            continue
         if move.pays(min_gain) and (best is None or move.value > best.value):
             best = move
             if move.gain > _AS_PREDICTED * guess.gain:

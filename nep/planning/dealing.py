@@ -132,9 +132,7 @@ def _deal_layer(counts: Integers, units_per_expert: int) -> list[Intervals]:
     return dealt
 
 
-def _redeal_expert(
-    whole: Interval, counts: Sequence[int], held: Sequence[Intervals]
-) -> list[tuple[int, Intervals]]:
+def _redeal_expert(whole: Interval, counts: Sequence[int], held: Sequence[Intervals]) -> list[tuple[int, Intervals]]:
     """Which units of one expert each slot that shall have some gets."""
     lo, hi = whole
     if sum(counts) > hi - lo:
@@ -164,9 +162,7 @@ def _first_units(intervals: Intervals, count: int) -> Intervals:
     return normalize(kept)
 
 
-def _share_run(
-    lo: int, hi: int, needs: dict[int, int], mine: dict[int, Intervals]
-) -> list[tuple[int, Interval]]:
+def _share_run(lo: int, hi: int, needs: dict[int, int], mine: dict[int, Intervals]) -> list[tuple[int, Interval]]:
     """Shares out a run of units without a slot; takes what is given off ``needs``."""
     given: list[tuple[int, Interval]] = []
 

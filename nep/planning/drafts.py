@@ -18,7 +18,7 @@ from nep.planning.costs import PlacementCost
 from nep.planning.dealing import Integers, deal_cut, redeal_cut
 from nep.planning.hardware import scale_up_domains
 from nep.planning.intervals import Interval, Intervals, subtract, union
-from nep.planning.lanes import form_lanes, hold_dense, make_lanes
+from nep.planning.lanes import batch_choices, form_lanes, hold_dense, make_lanes
 from nep.planning.layout import Layout, axis_unit_numel, count_units
 from nep.planning.loads import ExpertLoads
 from nep.planning.memory_model import (
@@ -30,7 +30,7 @@ from nep.planning.memory_model import (
 )
 from nep.planning.mirrors import place_mirrors
 from nep.planning.plan import Plan
-from nep.planning.planner_new import lost_intervals
+from nep.planning.planner import lost_intervals
 from nep.planning.replica_cuts import CutsFromScratch, Prices, Slots, adapt_cuts, held_by
 from nep.planning.request import PlanRequest
 from nep.planning.shapes import parameter_lines
@@ -93,7 +93,9 @@ class Drafter:
         self.speeds_ppm = self.cluster.speeds_ppm
         self._slot_memory = {slot.index: slot.memory_bytes for slot in self.cluster.slots}
         self.memory_bytes = {
-            slot.index: None if (size := self.memory_size(slot.index)) is None else int(size * request.limits.memory_share)
+            slot.index: None
+            if (size := self.memory_size(slot.index)) is None
+            else int(size * request.limits.memory_share)
             for slot in self.cluster.slots
         }
         self._costs: dict[tuple[int, int, bool], PlacementCost] = {}
@@ -199,18 +201,18 @@ class Drafter:
             ValueError: if it does not fit into memory.
         """
         request = self.request
-        places = [(lane.replica, lane.slots) for lane in current.lanes]
+        lanes = current.lanes
+        if current.global_batch_size != request.workload.global_batch_size:
+            places = [(lane.replica, lane.slots) for lane in lanes]
+            lanes = make_lanes(places, self.speeds_ppm, request.workload.global_batch_size)
         plan = replace(
             current,
-            number=current.number + 1,
-            lanes=make_lanes(places, self.speeds_ppm, request.workload.global_batch_size),
+            lanes=lanes,
             redundancy=request.redundancy,
             mirrors=current.mirrors if request.redundancy != "none" else Layout({}),
             speeds_ppm=tuple(self.speeds_ppm[slot] for slot in current.slots),
         )
         plan = replace(plan, mirrors=place_mirrors(plan, self.cluster, self.lines))
-        if replace(plan, number=current.number) == current:
-            plan = current
         return self._fitted(name, lambda _: plan, current)
 
     def forms(self, plan: Plan) -> tuple[bool, bool]:
@@ -224,7 +226,7 @@ class Drafter:
             copied = copied or units > len(plan.replicas) * size * self.experts.num_experts
         return copied, cut
 
-    def adapted(self, name: str, replicas: Replicas, base: Plan, current: Plan) -> Draft:
+    def adapted(self, name: str, replicas: Replicas, base: Plan, current: Plan, *, budget: float = 1.0) -> Draft:
         """A plan that grew out of another one by the moves that pay.
 
         Args:
@@ -232,6 +234,7 @@ class Drafter:
             replicas: those of the base, with slots that have come, which hold nothing yet.
             base: the plan in force, or what its survivors make of it.
             current: the plan in force.
+            budget: part of a replica's units that may move.
 
         Raises:
             ValueError: if it does not fit into memory.
@@ -245,7 +248,12 @@ class Drafter:
 
         def build(limits: Limits | None) -> Plan:
             dealt = adapt_cuts(
-                base.holders, replicas, self.prices(replicas, width), unit_s=self._unit_s(largest), limits=limits
+                base.holders,
+                replicas,
+                self.prices(replicas, width),
+                unit_s=self._unit_s(largest),
+                budget=budget,
+                limits=limits,
             )
             return assemble(
                 replicas=replicas,
@@ -355,15 +363,9 @@ class Drafter:
             seconds += transfer_seconds(
                 transfer, lines=self.lines, bytes_per_element=width, cluster=self.cluster, hardware=request.hardware
             )
-        time = step_time(
-            plan,
-            shape=request.shape,
-            workload=request.workload,
-            cluster=self.cluster,
-            hardware=request.hardware,
-            loads=self.loads,
-            shares=shares,
-        )
+        time, plan = self._time(plan, shares)
+        if current is not None and plan.number == current.number:  # kept: a new one only if something is new
+            plan = current if plan == current else replace(plan, number=current.number + 1)
         return Draft(
             name=name,
             plan=plan,
@@ -397,10 +399,13 @@ class Drafter:
             limits = self._tightened(plan, memory, excess, limits, attempt)
             if limits is None:
                 raise ValueError(self.too_large(plan, memory))
+            before = plan.holders
             try:
                 plan = build(limits)
             except ValueError as error:
                 raise ValueError(f"{self.too_large(plan, memory)} ({error})") from error
+            if plan.holders == before:
+                raise ValueError(self.too_large(plan, memory))
             memory = self._step_memory(plan, shares_of())
         else:
             raise ValueError(self.too_large(plan, memory))
@@ -440,13 +445,12 @@ class Drafter:
             num_replicas=len(plan.replicas),
             mirrored=plan.redundancy == "device",
         )
-        whole = len(self.experts.names) * self.experts.num_experts * self.experts.units_per_expert
         limits: dict[int, int] = {}
         for slot in plan.slots:
             held = sum(plan.holders.num_units(axis, slot) for axis in self.experts.names)
             limit_bytes = self.memory_bytes[slot]
             if limit_bytes is None:
-                limits[slot] = whole
+                limits[slot] = self.experts.num_units
                 continue
             limit = expert_units_limit(memory, slot, limit_bytes, held_units=held, unit_bytes=unit_bytes)
             if slot in excess:
@@ -454,7 +458,7 @@ class Drafter:
                 limit = min(limit, held - ceil(excess[slot] * (1 + attempt / 4) / unit_bytes))
                 if limit < 0:
                     return None
-            limits[slot] = min(limit, whole)
+            limits[slot] = min(limit, self.experts.num_units)
             if before is not None:
                 limits[slot] = min(limits[slot], before[slot]) if slot in excess else limits[slot]
         return limits
@@ -473,6 +477,25 @@ class Drafter:
             "recomputation, or other redundancy"
         )
 
+    def _time(self, plan: Plan, shares: NDArray[np.float64] | None) -> tuple[StepTime, Plan]:
+        """The plan with the fastest way to share its batch; the plan itself if none is faster."""
+        best: tuple[StepTime, Plan] | None = None
+        for lanes in batch_choices(plan.lanes, self.speeds_ppm):
+            other = plan if lanes == plan.lanes else replace(plan, lanes=lanes)
+            time = step_time(
+                other,
+                shape=self.request.shape,
+                workload=self.request.workload,
+                cluster=self.cluster,
+                hardware=self.request.hardware,
+                loads=self.loads,
+                shares=shares,
+            )
+            if best is None or time.total < best[0].total:
+                best = time, other
+        assert best is not None
+        return best
+
     def transfers(self, current: Plan, plan: Plan) -> tuple[dict[str, Transfer], tuple[tuple[str, int, int], ...]]:
         """What has to travel from one plan to the next, and the state that nobody has any more.
 
@@ -486,9 +509,7 @@ class Drafter:
         order = tuple(numel)
         lost = tuple(lost_intervals(current, live, self.lines))
         gone = tuple(
-            (axis, lo, hi)
-            for axis, first, last in lost
-            for lo, hi in subtract([(first, last)], holders.covered(axis))
+            (axis, lo, hi) for axis, first, last in lost for lo, hi in subtract([(first, last)], holders.covered(axis))
         )
         state = _both(owners, mirrors)
         moves = (

@@ -25,7 +25,8 @@ from nep.planning.workload import Workload
 # a dispatch mode. The second number is the forward alone, which recomputation repeats.
 ATTENTION_LAUNCHES = (58, 18)
 ROUTER_LAUNCHES = (55, 25)
-PIECE_LAUNCHES = (26, 7)
+PIECE_LAUNCHES = (26, 7)  # of each slice, one after the other
+GROUPED_LAUNCHES = (34, 9)  # of all slices of a layer together
 HEAD_LAUNCHES = 46
 
 # Bytes of elementwise kernels, in elements read or written forward and backward; the forward alone behind it.
@@ -119,7 +120,7 @@ class Kernels:
         values = shape.value_head_dim or shape.head_dim
         query, kv = held.heads * shape.head_dim, held.kv_heads * shape.head_dim
         depth = (self.forwards + 1) * (4 * d + 2 * query + 2 * kv) / 2
-        products = self._products(tokens, held.attention, depth, 4)
+        products = self.products(tokens, held.attention, depth, 4)
         scores = 2 * tokens * self.keys * held.heads * (shape.head_dim + values) * (self.forwards + 2.5)
         flops = products + scores / (self._speed * self.hardware.attention_efficiency)
         moved = own_tokens * d * self._repeated(NORM_AND_RESIDUAL)
@@ -136,10 +137,10 @@ class Kernels:
             routed: [l], layers with a router.
         """
         d = self.shape.hidden_size
-        flops = self._products(own_tokens, held.whole, 0.0, 1)
+        flops = self.products(own_tokens, held.whole, 0.0, 1)
         has = held.neurons > 0
         depth = (self.forwards * (d + held.neurons) + d + 2 * held.neurons) * has
-        flops = flops + self._products(tokens, held.dense, depth, 2)
+        flops = flops + self.products(tokens, held.dense, depth, 2)
         moved = own_tokens * d * self._repeated(NORM_AND_RESIDUAL)
         moved = moved + tokens * held.neurons * self._repeated(SWIGLU)
         launches = routed[:, None] * self._repeated(ROUTER_LAUNCHES) + has * self._repeated(PIECE_LAUNCHES)
@@ -194,8 +195,11 @@ class Kernels:
         if hardware.grouped_experts:
             deep = deep / np.maximum(pieces, 1.0)
         flops = flops + self._tail(deep) / speed
-        launched = np.minimum(pieces, 1.0) if hardware.grouped_experts else pieces
-        launches = launched * self._repeated(PIECE_LAUNCHES) * hardware.launch_s
+        if hardware.grouped_experts:
+            launched = np.minimum(pieces, 1.0) * self._repeated(GROUPED_LAUNCHES)
+        else:
+            launched = pieces * self._repeated(PIECE_LAUNCHES)
+        launches = launched * hardware.launch_s
         return Busy(flops, memory, launches)
 
     def optimizer(self, owned: Floats, mirrored: Floats) -> Busy:
@@ -212,7 +216,7 @@ class Kernels:
         """Forward and backward, and the forward once more where it is recomputed."""
         return counts[0] + (self.forwards - 1) * counts[1]
 
-    def _products(self, tokens: Floats, size: Floats | float, depth: Floats | float, matrices: int) -> Floats:
+    def products(self, tokens: Floats, size: Floats | float, depth: Floats | float, matrices: int) -> Floats:
         """Seconds of forward, both gradients, and recomputation for weights of ``size`` elements in all.
 
         Args:

@@ -5,10 +5,12 @@ are cut over its slots by speed; KV heads go where their query heads are; norms 
 """
 
 from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import replace
 
+from nep.planning.assignment import deal
 from nep.planning.batch import split_sequences
 from nep.planning.heads import HeadCut, cut_heads, cut_line, recut_heads
-from nep.planning.intervals import Interval, Intervals, count_units, intersect, normalize, subtract
+from nep.planning.intervals import Intervals, count_units, normalize, subtract
 from nep.planning.layout import Layout, Line, LineKind, Lines, axis_lines
 from nep.planning.plan import Lane
 
@@ -31,10 +33,39 @@ def make_lanes(
     return tuple(Lane(replica, slots, share) for (replica, slots), share in zip(places, shares, strict=True))
 
 
+def batch_choices(lanes: Sequence[Lane], speeds_ppm: Mapping[int, int]) -> list[tuple[Lane, ...]]:
+    """Ways to share the batch of these lanes: as it is, by speed, by the speed of replicas only, and evenly.
+
+    A slow lane holds up its replica in attention, but a fast one that gets a micro-batch more makes a round more.
+    Which is worse depends on the numbers.
+    """
+    batch = sum(lane.num_sequences for lane in lanes)
+    speeds = [sum(speeds_ppm[slot] for slot in lane.slots) for lane in lanes]
+    sizes = [len(lane.slots) for lane in lanes]
+    of_replica: dict[int, list[int]] = {}
+    for index, lane in enumerate(lanes):
+        of_replica.setdefault(lane.replica, []).append(index)
+    by_replica = [0] * len(lanes)
+    shares = split_sequences(batch, [sum(speeds[index] for index in members) for members in of_replica.values()])
+    for members, share in zip(of_replica.values(), shares, strict=True):
+        for index, part in zip(members, split_sequences(share, [sizes[index] for index in members]), strict=True):
+            by_replica[index] = part
+    ways = [
+        [lane.num_sequences for lane in lanes],
+        split_sequences(batch, speeds),
+        by_replica,
+        split_sequences(batch, sizes),
+    ]
+    return [
+        tuple(replace(lane, num_sequences=part) for lane, part in zip(lanes, way, strict=True))
+        for way in dict.fromkeys(tuple(way) for way in ways)
+    ]
+
+
 def form_lanes(
     replicas: Sequence[Sequence[int]], width: int, domains: Mapping[int, int]
 ) -> list[tuple[int, tuple[int, ...]]]:
-    """Divides replicas into lanes of at most ``width`` neighbours of one scale-up domain; sizes as equal as possible."""
+    """Divides replicas into lanes of at most ``width`` neighbours of one scale-up domain, as equal as possible."""
     lanes: list[tuple[int, tuple[int, ...]]] = []
     for index, replica in enumerate(replicas):
         if width == 1:
@@ -79,9 +110,7 @@ def hold_dense(lanes: Iterable[Lane], speeds_ppm: Mapping[int, int], lines: Line
     return cuts
 
 
-def keep_dense(
-    holders: Layout, before: Sequence[Sequence[int]], speeds_ppm: Mapping[int, int], lines: Lines
-) -> Cuts:
+def keep_dense(holders: Layout, before: Sequence[Sequence[int]], speeds_ppm: Mapping[int, int], lines: Lines) -> Cuts:
     """The same after slots left: survivors of a lane keep what they hold and share out what it lost.
 
     Args:
@@ -93,9 +122,7 @@ def keep_dense(
     order = _dense_lines(lines)
     known: dict[int, dict[int, Intervals]] = {}
     cuts: Cuts = {}
-    damaged = [
-        lane for lane in before if len(lane) > 1 and 0 < sum(slot in speeds_ppm for slot in lane) < len(lane)
-    ]
+    damaged = [lane for lane in before if len(lane) > 1 and 0 < sum(slot in speeds_ppm for slot in lane) < len(lane)]
     for axis in order:
         by_slot = holders.by_slot(axis)
         if id(by_slot) not in known:
@@ -104,11 +131,15 @@ def keep_dense(
     for lane in damaged:
         for axis, line in order.items():
             if line.kind not in (LineKind.KV_HEADS, LineKind.WHOLE):
-                changed = _recut_axis(line, _kv_heads(order).get(line.layer, 1), holders.by_slot(axis), lane, speeds_ppm)
+                changed = _recut_axis(
+                    line, _kv_heads(order).get(line.layer, 1), holders.by_slot(axis), lane, speeds_ppm
+                )
                 cuts[axis] = {**cuts[axis], **changed}
         for axis, line in order.items():
             if line.kind is LineKind.KV_HEADS:
-                query = next(a for a, other in order.items() if other.kind is LineKind.HEADS and other.layer == line.layer)
+                query = next(
+                    a for a, other in order.items() if other.kind is LineKind.HEADS and other.layer == line.layer
+                )
                 size = order[query].num_units // line.num_units
                 left = [slot for slot in lane if slot in speeds_ppm]
                 needed = {slot: _kv_of(cuts[query].get(slot, ()), size) for slot in left}
@@ -169,26 +200,6 @@ def _recut_axis(
     want = [hi - lo for lo, hi in cut_line(line.num_units, [speeds_ppm[slot] for slot in left])]
     short = [max(0, share - count_units(mine[slot])) for share, slot in zip(want, left, strict=True)]
     weights = short if any(short) else [1] * len(left)
-    for slot, taken in zip(left, _deal(lost, split_sequences(count_units(lost), weights)), strict=True):
-        mine[slot] = normalize((*mine[slot], *taken))
+    for slot, run in deal(lost, zip(left, split_sequences(count_units(lost), weights), strict=True)):
+        mine[slot] = normalize((*mine[slot], run))
     return mine
-
-
-def _deal(intervals: Intervals, counts: Sequence[int]) -> list[list[Interval]]:
-    """Runs of units, so many for each."""
-    dealt: list[list[Interval]] = []
-    rest = list(intervals)
-    for count in counts:
-        mine: list[Interval] = []
-        while count:
-            lo, hi = rest.pop(0)
-            stop = min(hi, lo + count)
-            mine.append((lo, stop))
-            count -= stop - lo
-            if stop < hi:
-                rest.insert(0, (stop, hi))
-        dealt.append(mine)
-    return dealt
-
-
-__all__ = ["Cuts", "form_lanes", "hold_dense", "keep_dense", "make_lanes"]

@@ -256,9 +256,7 @@ class Layout:
                 for axis, by_slot in value.items()
             }
         except (AttributeError, TypeError, ValueError) as error:
-            raise ValueError(
-                f"a layout must be {{axis: {{slot: [[lo, hi], ...]}}}} in integers ({error})"
-            ) from error
+            raise ValueError(f"a layout must be {{axis: {{slot: [[lo, hi], ...]}}}} in integers ({error})") from error
         return cls(cuts)
 
 

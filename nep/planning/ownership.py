@@ -5,12 +5,13 @@ A layout for thousands of slots has millions of entries but few different ones, 
 """
 
 from collections import defaultdict
-from collections.abc import Container, Iterable, Mapping, Sequence
+from collections.abc import Container, Mapping, Sequence
 from dataclasses import dataclass
 
 import numpy as np
 from numpy.typing import NDArray
 
+from nep.planning.assignment import Assigned, deal, water_fill
 from nep.planning.intervals import Interval, Intervals, count_units, intersect, normalize, segments, subtract
 from nep.planning.layout import Layout, Lines, axis_lines, axis_unit_numel
 
@@ -18,9 +19,6 @@ Integers = NDArray[np.int64]
 
 Cuts = Mapping[str, Mapping[int, Intervals]]
 """axis -> slot -> intervals."""
-
-# Up to so many bins plain Python is faster than numpy.
-_FEW = 32
 
 
 @dataclass(frozen=True, kw_only=True, eq=False)
@@ -96,7 +94,7 @@ def assign_owners(holders: Layout, owners: Cuts, lines: Lines) -> tuple[Layout, 
     orphans = _find_orphans(holders, owners, lines, sizes, position)
     loads = _numel(owners, sizes, position) if orphans else np.zeros(0, dtype=np.int64)
     order = sorted(range(len(orphans)), key=lambda i: (orphans[i].candidates.size, -orphans[i].unit_size, i))
-    gained: dict[str, dict[int, list[Interval]]] = {}
+    gained: Assigned = {}
     for index in order:
         group = orphans[index]
         before = loads[group.candidates]
@@ -117,7 +115,9 @@ def assign_owners(holders: Layout, owners: Cuts, lines: Lines) -> tuple[Layout, 
     return Layout(cuts), {axis: frozenset(by_slot) for axis, by_slot in gained.items()}
 
 
-def staying_mirrors(mirrors: Layout, owners: Layout, gained: Mapping[str, frozenset[int]], slots: Container[int]) -> Layout:
+def staying_mirrors(
+    mirrors: Layout, owners: Layout, gained: Mapping[str, frozenset[int]], slots: Container[int]
+) -> Layout:
     """What of the mirrors can stay: those of slots that go on, less what these have come to own.
 
     Args:
@@ -135,84 +135,6 @@ def staying_mirrors(mirrors: Layout, owners: Layout, gained: Mapping[str, frozen
             if slot in slots
         }
     return Layout(cuts)
-
-
-def water_fill(loads: Integers, num_units: int, unit_size: int) -> Integers:
-    """How many of some equal units each bin gets if every one goes to the bin least loaded by then.
-
-    Computed by the level that the water reaches, not unit by unit: a vocabulary has a hundred thousand. Of
-    equally loaded bins the earlier comes first.
-
-    Args:
-        loads: load of each bin before; at least one bin.
-        num_units: units to give out.
-        unit_size: load of one unit.
-    """
-    if loads.size <= _FEW:
-        return np.array(_fill_few(loads.tolist(), num_units, unit_size), dtype=np.int64)
-    poured = num_units * unit_size
-    order = np.argsort(loads, kind="stable")
-    rising = loads[order]
-    below = np.cumsum(rising) - rising
-    # A bin stays dry if the level of those before it does not reach it.
-    dry = np.flatnonzero(rising * np.arange(loads.size) >= poured + below)
-    wet = int(dry[dry > 0][0]) if dry.size and dry[-1] > 0 else loads.size
-    counts = np.zeros(loads.size, dtype=np.int64)
-    # The level is (poured + what is below) / wet; each bin takes the whole units that fit under it.
-    counts[order[:wet]] = (poured + int(rising[:wet].sum()) - rising[:wet] * wet) // (wet * unit_size)
-    # Fewer than ``wet`` are left, and no bin gets a second one of them before each has a first.
-    left = num_units - int(counts.sum())
-    if left:
-        counts[np.argsort(loads + counts * unit_size, kind="stable")[:left]] += 1
-    return counts
-
-
-def _fill_few(loads: list[int], num_units: int, unit_size: int) -> list[int]:
-    """`water_fill` for few bins, step for step."""
-    poured = num_units * unit_size
-    order = sorted(range(len(loads)), key=loads.__getitem__)
-    below = wet = 0
-    for place in order:
-        if wet and loads[place] * wet >= poured + below:
-            break
-        below += loads[place]
-        wet += 1
-    counts = [0] * len(loads)
-    for place in order[:wet]:
-        counts[place] = (poured + below - loads[place] * wet) // (wet * unit_size)
-    left = num_units - sum(counts)
-    if left:
-        after = sorted(range(len(loads)), key=lambda place: loads[place] + counts[place] * unit_size)
-        for place in after[:left]:
-            counts[place] += 1
-    return counts
-
-
-def deal(intervals: Iterable[Interval], counts: Iterable[tuple[int, int]]) -> list[tuple[int, Interval]]:
-    """Cuts intervals into runs: the first taker gets its count of units from the front, then the next.
-
-    Consecutive runs keep the number of pieces below intervals + takers. Cutting every interval over all of them
-    would multiply the pieces at each of several failures.
-
-    Args:
-        intervals: what is dealt.
-        counts: ``(taker, units)``; together as many units as the intervals have.
-
-    Returns:
-        ``(taker, interval)``, in the order of the intervals.
-    """
-    dealt: list[tuple[int, Interval]] = []
-    takers = iter([(taker, count) for taker, count in counts if count])
-    taker, room = -1, 0
-    for lo, hi in intervals:
-        while lo < hi:
-            if not room:
-                taker, room = next(takers)
-            stop = min(hi, lo + room)
-            dealt.append((taker, (lo, stop)))
-            room -= stop - lo
-            lo = stop
-    return dealt
 
 
 def _find_orphans(

@@ -71,7 +71,7 @@ class _Rings:
             tail = head
             while tail in self.partner:
                 tail = self.partner[tail]
-            if tail != head and self._allowed(tail, head):
+            if self.domains[tail] != self.domains[head]:
                 self.partner[tail] = head
             else:
                 chains.append(_Chain(head, tail))
@@ -109,16 +109,13 @@ class _Rings:
             self.partner[chain.tail] = self.partner[link]
             self.partner[link] = chain.head
 
-    def _allowed(self, owner: int, partner: int) -> bool:
-        return self.domains[owner] != self.domains[partner]
-
     def _split_three(self, chain: _Chain, domain: int) -> bool:
         """Takes one slot out of a ring of three for the chain and leaves the other two as a pair."""
         for slot in self._order:
             after = self.partner.get(slot, slot)
             before = self.partner.get(after, slot)
             is_three = before not in (slot, after) and self.partner.get(before) == slot
-            if is_three and self.domains[slot] != domain and self._allowed(before, after):
+            if is_three and self.domains[slot] != domain:
                 self.partner[before] = after
                 self.partner[after] = before
                 self.partner[chain.tail] = slot

@@ -12,9 +12,9 @@ from nep.planning.dispatch_rows import hit_chance, inclusion
 from nep.planning.drafts import Draft, Drafter
 from nep.planning.held import expert_units
 from nep.planning.lanes import make_lanes
-from nep.planning.plan import Plan
 from nep.planning.placement.bounds import BINDING_WORDS, Binding, lower_bound
 from nep.planning.placement.problem import Problem
+from nep.planning.plan import Plan
 from nep.planning.reliability import recovery_probability
 from nep.planning.replica_cuts import Prices
 from nep.planning.request import Alternative, Planned, PlanReport, SlotFigures
@@ -136,6 +136,7 @@ def _replica(
     bound = lower_bound(Problem.of(drafter.loads, speeds=speeds, cost=cost))
     # With copies an expert's tokens may be split, so only the work of all of them counts.
     copied = bool((units.sum(axis=1) > cost.units_per_expert).any())
+    only_work: tuple[Binding, ...] = ("work",) * len(bound.binds)
     busy = (load / speeds).max(axis=1)
     top_k = drafter.request.shape.top_k
     hits = hit_chance(inclusion(popularity, top_k), shares, top_k)
@@ -145,7 +146,7 @@ def _replica(
         balance=float((1 / speeds.sum() / busy).mean()),
         layers_s=float(seconds.max(axis=1).sum()),
         bound_s=float(bound.parts["work"].sum() if copied else bound.total_s),
-        binds=("work",) * len(bound.binds) if copied else bound.binds,
+        binds=only_work if copied else bound.binds,
     )
 
 
@@ -282,4 +283,3 @@ def _skipped(drafter: Drafter, chosen: Draft, drafts: Sequence[Draft]) -> str | 
         return "no other plan is predicted to be faster"
     best = min(faster, key=lambda draft: draft.time.total)
     return f"the best other way ({best.name}) is {_why(drafter, best, chosen)}"
-

@@ -110,8 +110,6 @@ class CutsFromScratch:
 
     def _matched(self, cut: Integers, before: Integers, slots: Slots) -> Integers:
         """The cut with equally fast slots exchanged in each layer so that they keep most of what they hold."""
-        from scipy.optimize import linear_sum_assignment  # slow to import, and rarely needed
-
         kinds: dict[object, list[int]] = {}
         for index, slot in enumerate(slots):
             limit = None if self._limits is None else self._limits[slot]
@@ -121,8 +119,20 @@ class CutsFromScratch:
             for layer in range(len(cut)):
                 new, old = cut[layer][:, places], before[layer][:, places]
                 kept = np.array([np.minimum(new, column[:, None]).sum(axis=0) for column in old.T])
-                matched[layer][:, places] = new[:, linear_sum_assignment(-kept)[1]]
+                matched[layer][:, places] = new[:, _match(kept)]
         return matched
+
+
+def _match(kept: Integers) -> Integers:
+    """For each row a column of its own, the largest entries first."""
+    rows, size = kept.shape[0], kept.shape[1]
+    left = kept.astype(np.int64)
+    chosen = np.zeros(rows, dtype=np.int64)
+    for _ in range(rows):
+        row, column = divmod(int(left.argmax()), size)
+        chosen[row] = column
+        left[row], left[:, column] = -1, -1
+    return chosen
 
 
 def repair_cuts(
@@ -154,6 +164,7 @@ def adapt_cuts(
     prices: Prices,
     *,
     unit_s: float,
+    budget: float = 1.0,
     limits: Mapping[int, int] | None = None,
 ) -> list[Dealt]:
     """What slots hold after the moves that pay: for loads or speeds that have changed, or slots that have come.
@@ -163,6 +174,7 @@ def adapt_cuts(
         replicas: slots of each; new ones hold nothing.
         prices: what placement goes by.
         unit_s: seconds per step that moving one unit must gain.
+        budget: part of a replica's units that may move.
         limits: see `CutsFromScratch`.
     """
     experts = prices.experts
@@ -180,6 +192,7 @@ def adapt_cuts(
                 speeds=speeds,
                 cost=cost,
                 memory_units=None if room is None else np.array(room),
+                budget_units=int(budget * experts.num_units),
                 unit_s=unit_s,
             )
             known[key] = redeal_cut(change.units, held, experts.units_per_expert)
@@ -255,7 +268,6 @@ class _Questions:
         np.put_along_axis(after, places, turned, axis=2)
         for question, intervals in zip(questions, redeal_cut(after, held, experts.units_per_expert), strict=True):
             question.dealt = intervals
-
 
     def _complete(self, cut: Integers, loads: ExpertLoads, kind: "_Kind") -> Integers:
         """The cut with what is missing."""

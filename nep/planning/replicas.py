@@ -48,13 +48,15 @@ def _inside_domains(ordered: Sequence[int], domains: Mapping[int, int], num_repl
         return _runs(ordered, _group(list(sizes.values()), num_replicas))
     # One replica more at a time for the domain whose replicas are largest.
     counts = dict.fromkeys(sizes, 1)
-    largest = [(-size, domain) for domain, size in sizes.items()]
+    largest = [(-float(size), domain) for domain, size in sizes.items()]
     heapify(largest)
     for _ in range(num_replicas - len(sizes)):
         domain = largest[0][1]
         counts[domain] += 1
         heapreplace(largest, (-sizes[domain] / counts[domain], domain))
-    return _runs(ordered, [part for domain, size in sizes.items() for part in split_sequences(size, [1] * counts[domain])])
+    return _runs(
+        ordered, [part for domain, size in sizes.items() for part in split_sequences(size, [1] * counts[domain])]
+    )
 
 
 def _group(sizes: Sequence[int], num_groups: int) -> list[int]:

@@ -17,6 +17,16 @@ from nep.planning.validation import check_plan
 
 FULL_SPEED_PPM = 1_000_000
 
+REPAIR, REPAIR_AND_MOVE = "repair", "repair, then moves that pay"
+FRUGAL = (REPAIR, REPAIR_AND_MOVE)
+"""Ways to go on after a loss that move what was lost and little more."""
+
+MORE_THAN_LOST = 0.01
+"""Part of the experts that may move beyond what was lost."""
+
+WORTH_MOVING = 1.02
+"""After a loss, how many times the seconds of the best plan one that moves little may take."""
+
 
 def make_plan(request: PlanRequest) -> Planned:
     """The plan, and what there is to say about it. Equal requests give equal plans.
@@ -31,7 +41,7 @@ def make_plan(request: PlanRequest) -> Planned:
     drafter = Drafter(request)
     search = _from_scratch(drafter) if request.current is None else _onward(drafter, request.current)
     best = search.best(request.horizon_steps)
-    healthy = best
+    healthy: Draft | None = best
     if not _is_healthy(request.cluster) or request.current is not None:
         healthy = _healthy(request, best.plan)
     return report_on(drafter, best, search.drafts, search.refused, healthy)
@@ -57,12 +67,21 @@ class _Search:
     def best(self, horizon_steps: int) -> Draft:
         """The draft with the fewest seconds; the first of equals.
 
+        After a loss one that moves little is preferred: the job stands still meanwhile, and what the others gain
+        can still be had when it runs.
+
         Raises:
             ValueError: if there is none.
         """
         if not self.drafts:
             raise ValueError("; ".join(dict.fromkeys(refused.why for refused in self.refused)))
-        return min(self.drafts, key=lambda draft: draft.move_s + horizon_steps * draft.time.total)
+
+        def seconds(draft: Draft) -> float:
+            return draft.move_s + horizon_steps * draft.time.total
+
+        best = min(self.drafts, key=seconds)
+        frugal = min((draft for draft in self.drafts if draft.name in FRUGAL), key=seconds, default=best)
+        return frugal if seconds(frugal) <= WORTH_MOVING * seconds(best) else best
 
 
 # From scratch.
@@ -164,15 +183,20 @@ def _carry_on(search: _Search, drafter: Drafter, current: Plan, survivors: Repli
         return
     if cut and not limits.fractions:
         return
-    damaged = sum(map(len, survivors)) < len(current.slots)
-    if not damaged:
-        base = search.add("keep the layout", lambda name: drafter.kept(name, current))
+    if sum(map(len, survivors)) == len(current.slots):
+        kept = search.add("keep the layout", lambda name: drafter.kept(name, current))
+        if limits.fractions and kept is not None:
+            search.add("moves that pay", lambda name: drafter.adapted(name, grown, kept.plan, current))
     elif limits.fractions:
-        base = search.add("repair", lambda name: drafter.survivors(name, survivors, current))
-    else:
-        return
-    if limits.fractions and base is not None:
-        search.add("moves that pay", lambda name: drafter.adapted(name, grown, base.plan, current))
+        # A slot that has come takes over from one that is gone; where lanes are wider that takes another cut.
+        single = all(len(lane.slots) == 1 for lane in current.lanes)
+        left = grown if single else survivors
+        repaired = search.add(REPAIR, lambda name: drafter.survivors(name, left, current))
+        if repaired is not None:
+            budget = MORE_THAN_LOST if left == grown else 1.0
+            search.add(
+                REPAIR_AND_MOVE, lambda name: drafter.adapted(name, grown, repaired.plan, current, budget=budget)
+            )
 
 
 def _join(replicas: Replicas, new: list[int], drafter: Drafter) -> Replicas:
@@ -255,7 +279,9 @@ def _check(request: PlanRequest) -> None:
     if request.current is not None:
         unknown = sorted(set(request.current.slots) - {slot.index for slot in cluster.slots})
         if unknown:
-            errors.append(f"slots {unknown} of plan {request.current.number} are not of the cluster; list failed ones too")
+            errors.append(
+                f"slots {unknown} of plan {request.current.number} are not of the cluster; list failed ones too"
+            )
     if errors:
         raise ValueError("; ".join(errors))
     if request.current is not None:

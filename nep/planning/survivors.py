@@ -5,9 +5,9 @@ from collections.abc import Mapping
 from nep.planning.assembly import assemble
 from nep.planning.cluster import Cluster
 from nep.planning.intervals import Intervals
-from nep.planning.lanes import Cuts, keep_dense, make_lanes
+from nep.planning.lanes import Cuts, hold_dense, keep_dense, make_lanes
 from nep.planning.layout import Lines
-from nep.planning.plan import Plan, Redundancy
+from nep.planning.plan import Lane, Plan, Redundancy
 from nep.planning.replica_cuts import Prices, repair_cuts
 
 
@@ -27,7 +27,7 @@ def go_on(
 
     Args:
         plan: the plan in force.
-        replicas: parts of the replicas that go on, none empty.
+        replicas: what is left of those that go on, and slots that have come, each a lane of its own. None empty.
         cluster: every slot, with its health and speed.
         lines: the model's.
         prices: what placement goes by; None for a model without experts.
@@ -42,13 +42,20 @@ def go_on(
     speeds = cluster.speeds_ppm
     replica_of = {slot: index for index, replica in enumerate(replicas) for slot in replica}
     left = {slot: speeds[slot] for slot in replica_of}
+    known = frozenset(plan.slots)
+    new = {slot: speed for slot, speed in left.items() if slot not in known}
     lanes = [tuple(slot for slot in lane.slots if slot in left) for lane in plan.lanes]
+    places = [(replica_of[slots[0]], slots) for slots in lanes if slots]
     cuts = keep_dense(plan.holders, [lane.slots for lane in plan.lanes], left, lines)
+    if new:
+        places = sorted(places + [(replica_of[slot], (slot,)) for slot in new])
+        whole = hold_dense([Lane(0, (slot,), 0) for slot in new], new, lines)
+        cuts = {axis: {**by_slot, **whole[axis]} for axis, by_slot in cuts.items()}
     if prices is not None:
         cuts |= _keep_experts(plan, replicas, replica_of, prices, limits)
     return assemble(
         replicas=replicas,
-        lanes=make_lanes([(replica_of[slots[0]], slots) for slots in lanes if slots], speeds, global_batch_size),
+        lanes=make_lanes(places, speeds, global_batch_size),
         cuts=cuts,
         cluster=cluster,
         lines=lines,
@@ -83,4 +90,3 @@ def _keep_experts(
                 now |= zip(slots, dealt[layer], strict=True)
             cuts[axis] = now
     return cuts
-

@@ -15,20 +15,22 @@ from collections.abc import Callable, Mapping
 from dataclasses import replace
 from datetime import timedelta
 
+import numpy as np
 import torch
 import torch.distributed as dist
 import torch.nn.functional as F
 
+from nep.moe.backends import choose_backend
 from nep.moe.experts import Experts, expert_slices
 from nep.planning.hardware import HardwareProfile, Link
-from nep.planning.kernel_costs import OPTIMIZER_ACCESSES_MIRRORED, PIECE_LAUNCHES, Kernels
+from nep.planning.kernel_costs import GROUPED_LAUNCHES, OPTIMIZER_ACCESSES_MIRRORED, PIECE_LAUNCHES, Kernels
 from nep.planning.shapes import ModelShape
 from nep.planning.workload import Workload
 
 # What a kernel library on an accelerator works on at once; see the sources in nep.planning.profiles.
 _TILE_ROWS, _TILE_COLUMNS = 128, 256
 # Operations that bring rows into expert order, once per layer; part of ROUTER_LAUNCHES.
-_ORDER_LAUNCHES = 26
+_ORDER_LAUNCHES = 16
 _LINK_BYTES, _LINK_SMALL_BYTES = 8 * 2**20, 64
 _LINK_TIMEOUT_S = 60.0
 
@@ -40,7 +42,7 @@ def calibrate(
     seq_len: int,
     device: str = "cpu",
     dtype: torch.dtype = torch.float32,
-    backend: str = "loop",
+    backend: str = "auto",
     repeats: int = 20,
     base: HardwareProfile | None = None,
 ) -> HardwareProfile:
@@ -52,7 +54,7 @@ def calibrate(
         seq_len: of its sequences.
         device: a torch device; the threads that torch uses are left as they are.
         dtype: of parameters and activations.
-        backend: of the experts.
+        backend: of the experts, or `auto`.
         repeats: timed runs of each measurement; the fastest counts.
         base: supplies what cannot be measured here (links where there is one device, power); None leaves it
             unlimited or unknown.
@@ -64,6 +66,7 @@ def calibrate(
         raise ValueError(f"tokens ({tokens}) must be a positive multiple of seq_len ({seq_len})")
     if repeats < 1:
         raise ValueError(f"repeats ({repeats}) must be at least 1")
+    backend, _ = choose_backend(backend, dtype, hidden_size=shape.hidden_size, neuron_block=shape.neuron_block)
     bench = _Bench(shape, tokens, seq_len, torch.device(device), dtype, backend, repeats)
     return bench.profile(base)
 
@@ -179,8 +182,10 @@ class _Bench:
         """
         if self.device.type == "cuda":
             return 0.0
-        pieces = 1 if self.backend != "loop" else self.shape.num_experts
-        launches = pieces * PIECE_LAUNCHES[0] + _ORDER_LAUNCHES
+        launches = GROUPED_LAUNCHES[0]
+        if self.backend == "loop":
+            launches = self.shape.num_experts * PIECE_LAUNCHES[0]
+        launches += _ORDER_LAUNCHES
         return self._seconds(self._expert_run(self.shape.num_experts)) / launches
 
     def _memory_bytes_per_s(self) -> float:
@@ -221,8 +226,10 @@ class _Bench:
                 tensor.grad = None
 
         elements = sum(weight.numel() for weight in weights) + out.numel()
+        depth = sum(2 * (d + width) for width in (*widths, widths[0]))
+        operations = self._unit(profile).products(np.array([float(self.tokens)]), float(elements), depth, 4)
         launches = 3 * (len(weights) + 1)
-        return _rate(6 * self.tokens * elements, self._seconds(run) - launches * profile.launch_s)
+        return _rate(float(operations[0]), self._seconds(run) - launches * profile.launch_s)
 
     def _attention(self) -> float:
         """Operations per second of causal attention, counted as in `nep.planning.kernel_costs`."""
@@ -241,15 +248,23 @@ class _Bench:
     def _experts(self, profile: HardwareProfile) -> float:
         """Operations per second of the products of all experts, with what else they do subtracted."""
         shape = self.shape
-        # At infinite speed the model leaves only launches and bytes.
-        free = replace(profile, flops_per_s={self.dtype.itemsize: 1e30}, processors=None)
         pairs = self.tokens * shape.top_k
-        kernels = Kernels(shape, self.workload, free)
-        spread = torch.full((1, shape.num_experts, 1), pairs / shape.num_experts, dtype=torch.float64).numpy()
-        held = torch.full((1, shape.num_experts, 1), float(shape.units_per_expert), dtype=torch.float64).numpy()
-        other = float(kernels.experts(spread, held).total[0, 0]) + _ORDER_LAUNCHES * profile.launch_s
-        operations = 18 * pairs * shape.hidden_size * shape.ffn_hidden_size
+        rows = np.full((1, shape.num_experts, 1), pairs / shape.num_experts)
+        units = np.full((1, shape.num_experts, 1), float(shape.units_per_expert))
+        operations = float(self._unit(profile).experts(rows, units).total[0, 0])
+        # At infinite speed the model leaves only launches and bytes.
+        instant = replace(profile, flops_per_s={self.dtype.itemsize: 1e30})
+        other = float(Kernels(shape, self.workload, instant).experts(rows, units).total[0, 0])
+        other += _ORDER_LAUNCHES * profile.launch_s
         return _rate(operations, self._seconds(self._expert_run(self.tokens)) - other)
+
+    def _unit(self, profile: HardwareProfile) -> Kernels:
+        """Prices in operations, those lost to tiles included: one a second, and all else is free."""
+        free = replace(
+            profile, flops_per_s={self.dtype.itemsize: 1.0}, launch_s=0.0, memory_bytes_per_s=None,
+            gemm_efficiency=1.0, expert_efficiency=1.0,
+        )  # fmt: skip
+        return Kernels(self.shape, self.workload, free)
 
     def _expert_run(self, tokens: int) -> Callable[[], object]:
         """Forward and backward of all experts on rows that are spread evenly."""

@@ -186,6 +186,7 @@ def stuck_after_end(job: Job) -> int:
 
 def ignore_stop(job: Job) -> int:
     signal.signal(signal.SIGTERM, signal.SIG_IGN)
+    assert job.connect().wait(supervisor_key(job.slot), WAIT_S)
     note(job, pid=os.getpid(), parent=os.getppid())
     time.sleep(3600)
     return 0
@@ -200,6 +201,20 @@ def obey_stop(job: Job) -> int:
         time.sleep(0.01)
     (job.run_dir / f"stopped{job.slot}").touch()
     return 4
+
+
+def stop_by_itself(job: Job) -> int:
+    """Notices the loss of the store by itself, and has a checkpoint to write."""
+    store = job.connect()
+    assert store.wait(supervisor_key(job.slot), WAIT_S)
+    note(job, pid=os.getpid())
+    try:
+        while True:
+            store.get(end_key())
+            time.sleep(0.01)
+    except RuntimeError:
+        time.sleep(0.5)
+        return 4
 
 
 def leave_helpers(job: Job) -> int:

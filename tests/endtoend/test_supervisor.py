@@ -247,6 +247,42 @@ def test_the_death_of_the_launcher_ends_everything(tmp_path: Path) -> None:
     assert "the launcher has died" in log or "lost the control store" in log
 
 
+@pytest.mark.parametrize(("scenario", "code"), [("stop_by_itself", 4), ("ignore_stop", 1)])
+def test_the_loss_of_the_store_leaves_the_trainer_some_time(tmp_path: Path, scenario: str, code: int) -> None:
+    """As on a node whose launcher lives when the one that hosts the store has died."""
+    host = (
+        "import sys, torch.distributed as dist\n"
+        "store = dist.TCPStore('127.0.0.1', 0, None, True, wait_for_workers=False)\n"
+        "print(store.port, flush=True)\n"
+        "sys.stdin.read()\n"
+    )
+    with subprocess.Popen(
+        [sys.executable, "-c", host], stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True
+    ) as store:
+        assert store.stdout is not None
+        variables = {
+            "RANK": "0",
+            "LOCAL_RANK": "0",
+            "GROUP_RANK": "0",
+            "WORLD_SIZE": "1",
+            "LOCAL_WORLD_SIZE": "1",
+            "MASTER_ADDR": "127.0.0.1",
+            "MASTER_PORT": store.stdout.readline().strip(),
+            "TORCHELASTIC_RUN_ID": "lost",
+            "TORCHELASTIC_RESTART_COUNT": "0",
+            "TORCHELASTIC_USE_AGENT_STORE": "True",
+        }
+        command = [sys.executable, str(SCRIPT), scenario, str(tmp_path)]
+        process = subprocess.Popen(command, env={**environment(), **variables})
+        wait_for_files(tmp_path, "note0.json", 1)
+        store.kill()
+    assert process.wait(timeout=60) == code
+    log = (tmp_path / "slot0.log").read_text()
+    assert "lost the control store" in log
+    assert ("it did not finish after the control store was lost" in log) == (code == 1)
+    assert not is_running(json.loads((tmp_path / "note0.json").read_text())["pid"])
+
+
 def test_a_parent_with_threads_is_refused(tmp_path: Path) -> None:
     result = run(tmp_path, "with_threads", 1)
     assert_clean(result, [1])

@@ -36,7 +36,8 @@ def layer_seconds(units: Cut, loads: ExpertLoads, cost: PlacementCost, speeds: A
 
     Their sum is the objective.
     """
-    return slot_seconds(units, loads, cost, speeds).max(axis=1)
+    busiest: Floats = slot_seconds(units, loads, cost, speeds).max(axis=1)
+    return busiest
 
 
 def check_cut(problem: Problem, units: Cut, *, complete: bool = False) -> None:

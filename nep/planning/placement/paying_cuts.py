@@ -4,12 +4,12 @@ import numpy as np
 from numpy.typing import NDArray
 
 from nep.planning.placement.bounds import pieces_needed
-from nep.planning.placement.descent import Rules, descend
+from nep.planning.placement.descent import descend
+from nep.planning.placement.moves import Rules
 from nep.planning.placement.problem import Floats, Problem
 from nep.planning.placement.spread import spread_each
 from nep.planning.placement.state import State
 from nep.planning.placement.whole import fill_whole
-
 
 _STARTS = ((1.0, False), (1.0, True), *((factor, True) for factor in (1.03, 1.06, 1.1, 1.15, 1.2, 1.3, 1.5)))
 """Deadlines to start from, as multiples of the bound, and whether an expert is cut into equal pieces for them.

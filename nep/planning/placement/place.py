@@ -83,10 +83,36 @@ def place(
     Raises:
         ValueError: with everything that is wrong with the input, or if memory cannot hold the experts.
     """
+    if not cut:
+        return _place_whole(loads, speeds, cost, memory_units)
     problem = Problem.of(loads, speeds=speeds, cost=cost, memory_units=memory_units)
-    if problem.pool is None:
-        return _place_by_layer(problem, cut)
-    return _place_in_pool(problem, cut)
+    return _place(problem, cut=True)
+
+
+def _place_whole(
+    loads: ExpertLoads, speeds: ArrayLike, cost: PlacementCost, memory_units: ArrayLike | None
+) -> Placement:
+    """The problem in which an expert is one unit, solved, and its units counted again."""
+    size = cost.units_per_expert
+    places = None
+    if memory_units is not None:
+        places = np.asarray(memory_units) // size
+        layers, experts = loads.mean.shape
+        room, needed = (places, layers * experts) if places.ndim == 1 else (places.sum(axis=-1), experts)
+        if (places.min(initial=0) >= 0) and np.min(room if places.ndim > 1 else room.sum()) < needed:
+            raise ValueError(
+                f"memory_units have room for {np.min(room if places.ndim > 1 else room.sum())} whole experts and "
+                f"there are {needed}; allow cuts, free memory or add a slot"
+            )
+    problem = Problem.of(
+        loads, speeds=speeds, cost=replace(cost, units_per_expert=1), memory_units=places
+    )
+    found = _place(problem, cut=False)
+    return replace(found, units=found.units * size)
+
+
+def _place(problem: Problem, *, cut: bool) -> Placement:
+    return _place_by_layer(problem, cut) if problem.pool is None else _place_in_pool(problem, cut)
 
 
 class _Best:
@@ -154,8 +180,6 @@ def _place_by_layer(problem: Problem, cut: bool) -> Placement:
     state, complete = plain_whole(problem)
     _offer_whole(best, state, np.flatnonzero(complete))
     if not cut:
-        if not complete.all():
-            raise ValueError(_no_whole(problem, int(np.flatnonzero(~complete)[0])))
         _improve_whole(best, state)
         return best.placement(bound)
     state = cut_what_pays(problem.guided(), bound.seconds)
@@ -177,6 +201,8 @@ def _offer_window(best: _Best, bound: Bound) -> None:
     rows = whole.row_s.sum(axis=1) * (int(whole.usable.sum()) - 1) / whole.num_experts
     share = rows / np.maximum(whole.work_s.sum(axis=1) + whole.row_s.sum(axis=1), 1e-300)
     layers = np.flatnonzero(best.seconds > bound.seconds * (1 + np.maximum(share, _NEAR_BOUND)))
+    if (best.seconds - bound.seconds)[layers].sum() < _NEAR_BOUND * best.seconds.sum():
+        layers = layers[:0]
     rest = whole.num_layers - layers.size
     note = f"left out in {rest} layers, where the rows of its cuts cost more than could be won" if rest else ""
     if layers.size == 0:
@@ -204,23 +230,13 @@ def _improve_whole(best: _Best, plain: State) -> None:
     best.offer("whole experts, then swaps", layers, state.held[layers])
 
 
-def _no_whole(problem: Problem, layer: int) -> str:
-    room = int((problem.limits[layer] // problem.units_per_expert).sum())
-    return (
-        f"memory_units have room for {room} whole experts in layer {layer} and there are "
-        f"{problem.num_experts}; allow cuts or free memory"
-    )
-
-
 def _place_in_pool(problem: Problem, cut: bool) -> Placement:
     """All layers with loose limits, slots exchanged between layers; a few layers make up for the rest."""
     assert problem.pool is not None
     layers = problem.num_layers
     even = split_pool(problem.pool, layers)
     loose = loose_limits(problem.pool, layers, problem.units_per_expert, problem.units_per_layer)
-    found = _place_by_layer(
-        problem.split(np.maximum(np.broadcast_to(loose, even.shape), even)), cut
-    )
+    found = _place_by_layer(problem.split(np.maximum(np.broadcast_to(loose, even.shape), even)), cut)
     held = np.swapaxes(found.units, 1, 2)
     strict = 0
     while strict < layers:

@@ -95,7 +95,7 @@ class Problem:
         whole = experts * cost.units_per_expert
         limits, pool = _limits(memory_units, layers, speed.shape[0], whole)
         tokens = loads.normalised().mean * cost.tokens
-        usable = limits.any(axis=0) if pool is None else pool > 0
+        usable = np.asarray(limits.any(axis=0) if pool is None else pool > 0)
         _require_room(limits, pool, layers, whole)
         return cls(
             tokens=tokens,
@@ -169,12 +169,11 @@ def slot_seconds(problem: Problem, held: Integers) -> Floats:
     work = problem.work_s.reshape(-1)[price] * units / problem.units_per_expert
     seconds = (work + problem.piece_s) / problem.speeds[slot] + problem.row_s.reshape(-1)[price]
     shape = held.shape[:2]
-    return np.bincount(row, weights=seconds, minlength=shape[0] * shape[1]).reshape(shape)
+    total = np.bincount(row, weights=seconds, minlength=shape[0] * shape[1])
+    return np.asarray(total, dtype=np.float64).reshape(shape)
 
 
-def _limits(
-    memory_units: ArrayLike | None, layers: int, slots: int, whole: int
-) -> tuple[Integers, Integers | None]:
+def _limits(memory_units: ArrayLike | None, layers: int, slots: int, whole: int) -> tuple[Integers, Integers | None]:
     """Per-layer limits, and the pool if the input is one."""
     if memory_units is None:
         return np.full((layers, slots), whole, dtype=np.int64), None

@@ -31,6 +31,7 @@ def repair(
     cost: PlacementCost,
     memory_units: ArrayLike | None = None,
     extra_units: int = 0,
+    quick: bool = False,
 ) -> Change:
     """Places what the lost slots held on the slots that are left, with the least movement.
 
@@ -42,6 +43,7 @@ def repair(
         cost: seconds per token, row and piece.
         memory_units: as for `place`; a slot that holds more already keeps it and gets nothing.
         extra_units: how many units more than the lost ones may be moved where that gains seconds.
+        quick: take the first good plan and not the best of a few; for many damaged replicas at once.
 
     Raises:
         ValueError: with everything that is wrong with the input, or if the memory left cannot hold the experts.
@@ -55,12 +57,12 @@ def repair(
     if gone.size == problem.num_slots:
         raise ValueError(f"all {gone.size} slots are lost; restart from a checkpoint")
     problem = problem.without(gone)
-    kept = np.swapaxes(units, 1, 2).astype(np.int64)
+    kept = np.swapaxes(units, 1, 2).astype(np.int64, order="C")
     kept[:, gone] = 0
     missing = problem.units_per_expert - kept.sum(axis=1)
     if (missing < 0).any():
         raise ValueError("the cut holds more units of an expert than there are; each has one place")
-    held = spread_missing(problem, kept, missing)
+    held = spread_missing(problem, kept, missing, quick=quick or kept.size > _PAIRS)
     moved, note = 0, ""
     if extra_units > 0:
         held, moved, note = improve(problem, held, extra_units, 0.0, kept)
@@ -75,13 +77,14 @@ def repair(
     )
 
 
-def spread_missing(problem: Problem, kept: Integers, missing: Integers) -> Integers:
+def spread_missing(problem: Problem, kept: Integers, missing: Integers, *, quick: bool) -> Integers:
     """Spreads missing units over the slots, in the fewest seconds that are found.
 
     Args:
         problem: prices and limits; lost slots have no memory.
         kept: ``[L, S, E]``, what slots hold.
         missing: ``[L, E]``, units to be placed.
+        quick: whether the first way to do it is good enough.
 
     Returns:
         ``[L, S, E]``.
@@ -90,26 +93,26 @@ def spread_missing(problem: Problem, kept: Integers, missing: Integers) -> Integ
         RuntimeError: if they do not fit.
     """
     guided = problem.guided()
-    layers = np.flatnonzero(missing.any(axis=1))
     whole = np.full_like(missing, problem.units_per_expert)
     start = State.of(guided, kept)
     level = _mean_after(start, missing)
     # Filling up to the busiest slot costs nothing, whatever the mean.
     level = np.maximum(level, start.busiest_s())
+    if quick:
+        spread_each(start, missing, whole, level)
+        return start.held
     tries: list[Integers] = []
     seconds: list[Floats] = []
-    thorough = kept.size <= _PAIRS
-    for slack in _SLACKS if thorough else _SLACKS[:1]:
+    for slack in _SLACKS:
         state = State(problem=guided, held=kept.copy(), seconds=start.seconds.copy(), used=start.used.copy())
         spread_each(state, missing, whole, level * slack)
-        if thorough:
-            _rearrange(state, kept)
+        _rearrange(state, kept)
         tries.append(state.held)
         seconds.append(slot_seconds(problem, state.held).max(axis=1))
     table = np.stack(seconds)
-    held = tries[int(table.sum(axis=1).argmin())].copy()
+    held = tries[int(table.sum(axis=1).argmin())]
     mixed = held.copy()
-    for layer in layers:
+    for layer in np.flatnonzero(missing.any(axis=1)):
         mixed[layer] = tries[int(table[:, layer].argmin())][layer]
     # The best of every layer, unless together they need more of a pool than there is.
     if problem.pool is None or (mixed.sum(axis=(0, 2)) <= np.maximum(problem.pool, held.sum(axis=(0, 2)))).all():

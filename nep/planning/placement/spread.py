@@ -65,9 +65,8 @@ def spread(state: State, portion: Portion, level_s: Floats) -> NDArray[np.bool_]
         np.put_along_axis(by_slot, order, given, axis=1)
         placed = (np.cumsum(by_slot, axis=0) <= state.problem.pool - state.used.sum(axis=0)).all(axis=1)
         given[~placed] = 0
-    for rank in range(int((given > 0).sum(axis=1).max())):
-        some = np.flatnonzero(given[:, rank] > 0)
-        state.add(layers[some], order[some, rank], portion.experts[some], given[some, rank])
+    row, rank = np.nonzero(given)
+    state.add(layers[row], order[row, rank], portion.experts[row], given[row, rank])
     return placed
 
 

@@ -52,7 +52,8 @@ class State:
         room = self.problem.limits - self.used
         if self.problem.pool is not None:
             room = np.minimum(room, self.problem.pool - self.used.sum(axis=0))
-        return np.maximum(room, 0)
+        free: Integers = np.maximum(room, 0)
+        return free
 
     def new_piece_s(self, layers: Integers, experts: Integers) -> Floats:
         """``[n, S]``, seconds that a piece of these experts costs each slot before it has any unit of it."""

@@ -8,7 +8,8 @@ from numpy.typing import ArrayLike
 from nep.planning.costs import PlacementCost
 from nep.planning.loads import ExpertLoads
 from nep.planning.placement.bounds import Bound, lower_bound
-from nep.planning.placement.descent import Rules, descend
+from nep.planning.placement.descent import descend
+from nep.planning.placement.moves import Rules
 from nep.planning.placement.objective import check_cut
 from nep.planning.placement.problem import Cut, Floats, Integers, Problem, slot_seconds
 from nep.planning.placement.state import State, mean_seconds

@@ -3,7 +3,7 @@
 import numpy as np
 from numpy.typing import NDArray
 
-from nep.planning.placement.problem import Floats, Integers, Problem
+from nep.planning.placement.problem import Integers, Problem
 from nep.planning.placement.state import State
 
 
@@ -15,7 +15,7 @@ def plain_whole(problem: Problem) -> tuple[State, NDArray[np.bool_]]:
     """
     state = State.empty(problem)
     left = fill_whole(state, np.ones((problem.num_layers, problem.num_experts), dtype=bool), by_load=True)
-    return state, ~left.any(axis=1)
+    return state, np.asarray(~left.any(axis=1))
 
 
 def fill_whole(state: State, wanted: NDArray[np.bool_], *, by_load: bool = False) -> NDArray[np.bool_]:
@@ -59,9 +59,7 @@ def fill_whole(state: State, wanted: NDArray[np.bool_], *, by_load: bool = False
         fits = np.isfinite(now)
         if not uniform:
             fits &= step < counts
-        flat[where] = np.where(
-            fits, now + queue_work[step] * slowness[slot] + queue_fixed[step] + piece[slot], now
-        )
+        flat[where] = np.where(fits, now + queue_work[step] * slowness[slot] + queue_fixed[step] + piece[slot], now)
         flat_room[where] -= fits
         full = where[flat_room[where] <= 0]
         flat[full] = np.inf
@@ -85,8 +83,3 @@ def _store(state: State, wanted: NDArray[np.bool_], order: Integers, chosen: Int
     left = wanted.copy()
     left[layer, expert] = False
     return left
-
-
-def busy_layers(state: State, bound: Floats, tolerance: float) -> Integers:
-    """Layers whose busiest slot is further above the bound than a tolerance."""
-    return np.flatnonzero(state.busiest_s() > bound * (1 + tolerance))

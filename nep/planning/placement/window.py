@@ -84,7 +84,8 @@ class _Line:
         """``[L, n]``, load of the units before positions ``[L, n]``."""
         segment = (self.firsts[:, None, 1:-1] < position[:, :, None]).sum(axis=2)
         place = self.starts[self.rows, segment] + position - self.firsts[self.rows, segment]
-        return self._whole_load(place) - self.lost[self.rows, segment]
+        load: Floats = self._whole_load(place) - self.lost[self.rows, segment]
+        return load
 
     def window_load(self, start: Integers, length: Integers) -> Floats:
         """``[L]``, load of windows."""
@@ -111,7 +112,7 @@ class _Line:
         last = np.maximum(np.arange(segments + 1) - 1, 0)
         starts = np.where(ahead, self.starts[:, one], (self.stops - keep_after)[:, last])
         stops = np.where(ahead, (self.starts + keep_before)[:, one], self.stops[:, last])
-        filled = (stops > starts).any(axis=0)
+        filled = np.asarray((stops > starts).any(axis=0))
         filled[0] = True
         self._keep(starts[:, filled], stops[:, filled])
         return taken

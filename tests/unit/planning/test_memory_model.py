@@ -201,3 +201,21 @@ def test_limits_tell_who_has_too_little_and_how_many_experts_fit() -> None:
     limit = real.total(0) + 3 * unit - 1
     assert expert_units_limit(real, 0, limit, held_units=held, unit_bytes=unit) == held + 2
     assert expert_units_limit(real, 0, 0, held_units=held, unit_bytes=unit) == 0
+
+
+def test_latent_attention_keeps_keys_and_values_of_every_head() -> None:
+    common = {"num_kv_heads": 1, "num_heads": 4, "num_experts": 4}
+    plain = replace(SHAPE, **common)
+    latent = replace(
+        plain, kv_latent_size=32, rope_head_dim=4, value_head_dim=8, num_dense_layers=1, dense_ffn_hidden_size=64
+    )
+    sizes = []
+    for shape in (plain, latent):
+        plan = plan_from_scratch(Cluster.uniform(1, 1), parameter_lines(shape), num_replicas=1, global_batch_size=1)
+        workload = _workload(1, micro_batch_size=1)
+        sizes.append(step_memory(plan, shape=shape, workload=workload).by_slot[0]["activations"])
+    tokens, width, c, d, f = 64, 2, SHAPE.head_dim, SHAPE.hidden_size, SHAPE.ffn_hidden_size
+    per_layer = 4 * (c + 2 * 8) + 4 * (c + 8) + 36 - (4 * 3 * c + 1 * 2 * c)
+    # The dense layer has neither rows nor slices of experts, but its own gate and up.
+    dense = 2 * 64 - (d + 2 * SHAPE.top_k * f)
+    assert sizes[1] - sizes[0] == tokens * width * (SHAPE.num_layers * per_layer + dense)

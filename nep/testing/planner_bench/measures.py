@@ -1,0 +1,208 @@
+"""What is measured of a placement: balance and predicted seconds on several windows, time, movement, memory, rows."""
+
+import statistics
+import time
+from dataclasses import asdict, dataclass
+
+import numpy as np
+from numpy.typing import NDArray
+
+from nep.planning.assembly import ExpertAxes, assemble, hold_experts
+from nep.planning.cluster import Cluster, Slot
+from nep.planning.cost_model import StepTime, step_time
+from nep.planning.dealing import deal_cut
+from nep.planning.hardware import HardwareProfile
+from nep.planning.lanes import hold_dense, make_lanes
+from nep.planning.loads import ExpertLoads
+from nep.planning.plan import Plan
+from nep.planning.quotas import QuotaSolver
+from nep.planning.shapes import parameter_lines
+from nep.planning.workload import Workload
+from nep.testing.planner_bench.cases import Case, Counts
+from nep.testing.planner_bench.planners import Placed, Planner
+
+Floats = NDArray[np.float64]
+
+
+@dataclass(frozen=True, kw_only=True)
+class Measured:
+    """One planner on one case; means over windows, times are medians.
+
+    Balance is the mean over the maximum of load per speed, over layers; beside each stands the predicted step.
+
+    Attributes:
+        planned: balance on the window that was planned for.
+        planned_step_s: seconds of the step there.
+        next: balance on the window after it; tokens of an expert shared evenly over its copies.
+        next_step_s: seconds there.
+        next_quotas: balance there with quotas from its own counts; without copies the same as `next`.
+        next_quotas_step_s: seconds there.
+        cpu_ms: processor time of one plan, all layers.
+        quotas_ms: processor time of the quotas of one layer; None without copies.
+        moved_bytes: parameters of experts that slots receive in a re-plan.
+        moved_share: of the bytes of all experts (copies included).
+        duplicates: copies that a slot has of an expert that it already has, all layers.
+        memory: fullest slot over mean, all layers together.
+        memory_total: units of all slots over those of the model.
+        rows_per_token: rows that a token sends per layer.
+        busiest_rows: rows of a layer's busiest slot over the mean.
+    """
+
+    planned: float
+    planned_step_s: float
+    next: float
+    next_step_s: float
+    next_quotas: float
+    next_quotas_step_s: float
+    cpu_ms: float
+    quotas_ms: float | None
+    moved_bytes: float
+    moved_share: float
+    duplicates: float
+    memory: float
+    memory_total: float
+    rows_per_token: float
+    busiest_rows: float
+
+    def to_json(self) -> dict[str, float | None]:
+        """Plain numbers."""
+        return asdict(self)
+
+
+def measure(planner: Planner, case: Case, *, workload: Workload, hardware: HardwareProfile, repeats: int) -> Measured:
+    """Plans every window but the last and looks at what came of it in the next.
+
+    Args:
+        planner: who plans; from the second window on it is given its own plan of the one before.
+        case: windows and slots.
+        workload: of the predicted step.
+        hardware: likewise.
+        repeats: plans that the processor time is the median of.
+    """
+    bench = _Bench(case, workload, hardware)
+    before: Placed | None = None
+    rows: list[dict[str, float]] = []
+    quota_times: list[float] = []
+    for index in range(len(case.windows) - 1):
+        loads, following = case.windows[index], case.windows[index + 1]
+        placed = planner.plan(ExpertLoads.from_counts(loads[None]), before)
+        rows.append(bench.row(placed, before, loads, following, quota_times))
+        before = placed
+    # Keys of a window that has no plan before it are missing from its row.
+    means = {key: statistics.fmean(row[key] for row in rows if key in row) for key in rows[-1]}
+    return Measured(
+        **means,
+        cpu_ms=_cpu_ms(planner, case, repeats),
+        quotas_ms=statistics.median(quota_times) if quota_times else None,
+    )
+
+
+def _cpu_ms(planner: Planner, case: Case, repeats: int) -> float:
+    """Median processor time of a plan on the second window, with the plan of the first in force."""
+    first = planner.plan(ExpertLoads.from_counts(case.windows[:1]), None)
+    loads = ExpertLoads.from_counts(case.windows[1:2])
+    times = []
+    for _ in range(repeats):
+        begin = time.process_time()
+        planner.plan(loads, first)
+        times.append(1e3 * (time.process_time() - begin))
+    return statistics.median(times)
+
+
+class _Bench:
+    """Measures placements of one case."""
+
+    def __init__(self, case: Case, workload: Workload, hardware: HardwareProfile) -> None:
+        self.case, self.workload, self.hardware = case, workload, hardware
+        self.speeds = np.array(case.speeds)
+        self.lines = parameter_lines(case.shape)
+        self.cluster = Cluster(
+            tuple(
+                Slot(slot, slot // case.slots_per_node, speed_ppm=round(speed * 1e6))
+                for slot, speed in enumerate(case.speeds)
+            )
+        )
+
+    def row(
+        self, placed: Placed, before: Placed | None, loads: Counts, following: Counts, quota_times: list[float]
+    ) -> dict[str, float]:
+        """Everything of one window and the next."""
+        even = _even_shares(placed)
+        quotas = self._quotas(placed, following, quota_times) if placed.has_copies else even
+        plan = self._plan(placed)
+        planned = self._step(plan, placed, even, loads)
+        numbers = {
+            "planned": self._balance(placed, even, loads),
+            "planned_step_s": planned.total,
+            "next": self._balance(placed, even, following),
+            "next_step_s": self._step(plan, placed, even, following).total,
+            "next_quotas": self._balance(placed, quotas, following),
+            "next_quotas_step_s": self._step(plan, placed, quotas, following).total,
+            "duplicates": float(np.maximum(placed.units - placed.size, 0).sum() / placed.size),
+            "memory": float(placed.units.sum(axis=(0, 1)).max() / placed.units.sum(axis=(0, 1)).mean()),
+            "memory_total": float(placed.units.sum() / (placed.size * loads.size)),
+            "rows_per_token": planned.rows_per_token,
+            "busiest_rows": planned.busiest_rows,
+        }
+        if before is not None:
+            moved = np.maximum(placed.units - before.units, 0).sum() / placed.size
+            numbers["moved_bytes"] = float(moved) * self._expert_bytes()
+            numbers["moved_share"] = float(moved * placed.size / placed.units.sum())
+        return numbers
+
+    def _expert_bytes(self) -> int:
+        shape = self.case.shape
+        return 3 * shape.ffn_hidden_size * shape.hidden_size * self.workload.parameter_bytes
+
+    def _balance(self, placed: Placed, shares: Floats, counts: Counts) -> float:
+        """Of load, i.e. tokens times the part of the expert that a slot has of it."""
+        part = 1.0 if placed.has_copies else placed.units / placed.size
+        load = np.einsum("le,les->ls", counts.astype(np.float64), shares * part)
+        level = load.sum(axis=1) / self.speeds.sum()
+        return float((level / (load / self.speeds).max(axis=1)).mean())
+
+    def _quotas(self, placed: Placed, counts: Counts, times: list[float]) -> Floats:
+        """Shares by quotas of these counts."""
+        solver = QuotaSolver((placed.units > 0).astype(np.int8), [round(speed * 1e6) for speed in self.speeds])
+        begin = time.process_time()
+        quotas = solver.split(counts)
+        times.append(1e3 * (time.process_time() - begin) / len(counts))
+        totals = counts[:, :, None].astype(np.float64)
+        return np.where(totals > 0, quotas / np.maximum(totals, 1.0), _even_shares(placed))
+
+    def _step(self, plan: Plan, placed: Placed, shares: Floats, counts: Counts) -> StepTime:
+        return step_time(
+            plan,
+            shape=self.shape_of(placed),
+            workload=self.workload,
+            cluster=self.cluster,
+            hardware=self.hardware,
+            loads=ExpertLoads.from_counts(counts[None]),
+            shares=shares,
+        )
+
+    def shape_of(self, placed: Placed):
+        """The model, cut as finely as the placement is."""
+        from dataclasses import replace
+
+        return replace(self.case.shape, neuron_block=self.case.shape.ffn_hidden_size // placed.size)
+
+    def _plan(self, placed: Placed) -> Plan:
+        """One replica that holds this placement; lanes of one slot."""
+        lines = parameter_lines(self.shape_of(placed))
+        experts = ExpertAxes.of(lines)
+        assert experts is not None  # every case has some
+        slots = tuple(range(self.case.num_slots))
+        speeds = self.cluster.speeds_ppm
+        lanes = make_lanes([(0, (slot,)) for slot in slots], speeds, self.workload.global_batch_size)
+        dealt = deal_cut(np.minimum(placed.units, placed.size), placed.size)
+        cuts = hold_dense(lanes, speeds, lines) | hold_experts(experts, (slots,), [dealt])
+        return assemble(replicas=(slots,), lanes=lanes, cuts=cuts, cluster=self.cluster, lines=lines, redundancy="none")
+
+
+def _even_shares(placed: Placed) -> Floats:
+    """[layers, experts, slots], share of an expert's tokens that each slot gets: all of them, or those of copies."""
+    if not placed.has_copies:
+        return (placed.units > 0).astype(np.float64)
+    shares: Floats = placed.units / placed.units.sum(axis=2, keepdims=True)
+    return shares

@@ -1,0 +1,202 @@
+"""The planners that are compared, each a function from loads (and what it planned before) to a placement."""
+
+import importlib.util
+from collections.abc import Callable
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+from numpy.typing import NDArray
+
+from nep.planning.copies import SlotLimits
+from nep.planning.cost_model import placement_cost
+from nep.planning.costs import PlacementCost
+from nep.planning.hardware import HardwareProfile
+from nep.planning.loads import ExpertLoads
+from nep.planning.placement.place import place
+from nep.planning.placement.warm import warm
+from nep.planning.warm_start import adapt_copies, plan_copies
+from nep.planning.workload import Workload
+from nep.testing.planner_bench.cases import Case
+
+Units = NDArray[np.int64]
+
+# Cuts may take so much more memory than the mean slot.
+MEMORY_SHARE = 1.06
+# Of expert bytes, that one re-plan under drift may move.
+DRIFT_BUDGET = 0.01
+
+
+@dataclass(frozen=True, kw_only=True, eq=False)
+class Placed:
+    """A placement.
+
+    Attributes:
+        units: int64 [layers, experts, slots]; more than one expert's on a slot are copies that it has twice.
+        size: units of an expert.
+        has_copies: whether tokens of an expert go to one of its copies, and not to each of its slices.
+    """
+
+    units: Units
+    size: int
+    has_copies: bool = False
+
+
+@dataclass(frozen=True, kw_only=True)
+class Planner:
+    """One of those compared.
+
+    Attributes:
+        name: in the results.
+        plan: loads, and the placement before or None, to a placement.
+        why_not: why it cannot plan this case; empty if it can.
+    """
+
+    name: str
+    plan: Callable[[ExpertLoads, Placed | None], Placed]
+    why_not: str = ""
+
+
+def cost_of(case: Case, workload: Workload, hardware: HardwareProfile, block: int | None = None) -> PlacementCost:
+    """Prices of a case."""
+    from dataclasses import replace
+
+    shape = case.shape if block is None else replace(case.shape, neuron_block=block)
+    crosses = case.num_slots > case.slots_per_node
+    return placement_cost(shape, workload, hardware, lanes=case.num_slots, crosses_domains=crosses)
+
+
+def our_planners(case: Case, workload: Workload, hardware: HardwareProfile) -> list[Planner]:
+    """No balancing, and everything that nep does."""
+    layers, experts = case.windows.shape[1:]
+    speeds = np.array(case.speeds)
+    coarse = cost_of(case, workload, hardware)
+    fine = cost_of(case, workload, hardware, block=1)
+
+    def memory(cost: PlacementCost, share: float, *, whole: bool) -> Units:
+        """Units of all layers together that a slot may hold."""
+        mean = layers * experts * cost.units_per_expert / case.num_slots
+        least = layers * -(-experts // case.num_slots) * cost.units_per_expert if whole else -(-mean // 1)
+        return np.full(case.num_slots, max(int(share * mean), int(least)), dtype=np.int64)
+
+    def from_scratch(cost: PlacementCost, share: float, *, cut: bool) -> Callable[..., Placed]:
+        limits = memory(cost, share, whole=not cut)
+
+        def plan(loads: ExpertLoads, before: Placed | None) -> Placed:
+            found = place(loads, speeds=speeds, cost=cost, memory_units=limits, cut=cut)
+            return Placed(units=found.units, size=cost.units_per_expert)
+
+        return plan
+
+    cut = from_scratch(coarse, MEMORY_SHARE, cut=True)
+
+    def warm_cut(loads: ExpertLoads, before: Placed | None) -> Placed:
+        if before is None:
+            return cut(loads, None)
+        budget = int(DRIFT_BUDGET * layers * experts * coarse.units_per_expert)
+        limits = memory(coarse, MEMORY_SHARE, whole=False)
+        change = warm(before.units, loads, speeds=speeds, cost=coarse, memory_units=limits, budget_units=budget)
+        return Placed(units=change.units, size=coarse.units_per_expert)
+
+    limits = _slot_limits(case)
+
+    def copies(loads: ExpertLoads, before: Placed | None) -> Placed:
+        found = plan_copies(loads, limits, num_copies=case.physical)
+        return Placed(units=found.astype(np.int64), size=1, has_copies=True)
+
+    def warm_copies(loads: ExpertLoads, before: Placed | None) -> Placed:
+        if before is None:
+            return copies(loads, None)
+        budget = int(DRIFT_BUDGET * layers * case.physical)
+        found = adapt_copies(before.units.astype(np.int8), loads, limits, max_moved=budget)
+        return Placed(units=found.astype(np.int64), size=1, has_copies=True)
+
+    return [
+        Planner(name="none", plan=lambda loads, before: _in_order(case)),
+        Planner(name="nep whole", plan=from_scratch(coarse, MEMORY_SHARE, cut=False)),
+        Planner(name="nep cuts", plan=cut),
+        Planner(name="nep cuts, warm", plan=warm_cut),
+        Planner(name="nep cuts, block 1, no memory", plan=from_scratch(fine, 1.0, cut=True)),
+        Planner(name="nep copies", plan=copies),
+        Planner(name="nep copies, warm", plan=warm_copies),
+    ]
+
+
+def _slot_limits(case: Case) -> SlotLimits:
+    """Places for the copies, as even as they go."""
+    even, rest = divmod(case.physical, case.num_slots)
+    return SlotLimits(
+        places=tuple(even + (slot < rest) for slot in range(case.num_slots)),
+        speeds_ppm=tuple(round(speed * 1e6) for speed in case.speeds),
+        domains=tuple(slot // case.slots_per_node for slot in range(case.num_slots)),
+    )
+
+
+def _in_order(case: Case) -> Placed:
+    """Experts dealt to the slots in order, as evenly as whole ones go."""
+    layers, experts = case.windows.shape[1:]
+    units = np.zeros((layers, experts, case.num_slots), dtype=np.int64)
+    for expert in range(experts):
+        units[:, expert, expert * case.num_slots // experts] = 1
+    return Placed(units=units, size=1)
+
+
+def eplb_planners(case: Case, path: Path) -> list[Planner]:
+    """DeepSeek's planner, from a checkout of theirs; global, and hierarchical where it applies.
+
+    Args:
+        case: what is planned.
+        path: the checkout, or its eplb.py.
+
+    Raises:
+        ValueError: it is not there.
+    """
+    eplb = _load(path)
+    nodes = -(-case.num_slots // case.slots_per_node)
+    planners = []
+    for name, groups, of_nodes in (("EPLB global", 1, 1), ("EPLB hierarchical", 8, nodes)):
+        why = _why_not(case, groups, of_nodes)
+        if name == "EPLB hierarchical" and of_nodes == 1 and not why:
+            why = "one node: the same as global"
+
+        def plan(loads: ExpertLoads, before: Placed | None, groups: int = groups, nodes: int = of_nodes) -> Placed:
+            import torch
+
+            weight = torch.from_numpy(np.array(loads.mean))
+            physical, _, _ = eplb.rebalance_experts(weight, case.physical, groups, nodes, case.num_slots)
+            return _from_physical(physical.numpy(), case)
+
+        planners.append(Planner(name=name, plan=plan, why_not=why))
+    return planners
+
+
+def _why_not(case: Case, groups: int, nodes: int) -> str:
+    """What EPLB would fail an assertion on."""
+    experts = case.windows.shape[2]
+    if case.physical % case.num_slots:
+        return f"{case.physical} copies are no multiple of {case.num_slots} slots"
+    if case.num_slots % nodes:
+        return f"{case.num_slots} slots are no multiple of {nodes} nodes"
+    if experts % groups or groups % nodes:
+        return f"{experts} experts in {groups} groups cannot be shared out over {nodes} nodes"
+    return ""
+
+
+def _from_physical(physical: Units, case: Case) -> Placed:
+    """From [layers, physical experts], equally many for each slot; twice on one slot counts twice."""
+    layers, experts = case.windows.shape[1:]
+    units = np.zeros((layers, experts, case.num_slots), dtype=np.int64)
+    slot = np.arange(case.physical) // (case.physical // case.num_slots)
+    np.add.at(units, (np.arange(layers)[:, None], physical, slot[None, :]), 1)
+    return Placed(units=units, size=1, has_copies=True)
+
+
+def _load(path: Path) -> Any:
+    file = path / "eplb.py" if path.is_dir() else path
+    spec = importlib.util.spec_from_file_location("eplb", file) if file.is_file() else None
+    if spec is None or spec.loader is None:
+        raise ValueError(f"eplb ({path}) must be a checkout of deepseek-ai/EPLB, with eplb.py in it")
+    module = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(module)
+    return module
