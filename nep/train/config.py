@@ -26,7 +26,7 @@ class TrainConfig:
     Attributes:
         steps: optimizer steps.
         replicas: data-parallel copies of the model; the slots are divided among them.
-        tp: tensor-parallel degree of a lane; only 1 so far.
+        tp: most slots of a lane (tensor parallelism); lanes need not be equally wide.
         global_batch_size: sequences of one step, over all replicas.
         micro_batch_size: sequences that a lane runs at a time (gradient accumulation).
         seq_len: tokens of a sequence.
@@ -110,13 +110,18 @@ class TrainConfig:
     def _size_problems(self, shape: ModelShape, num_slots: int) -> list[str]:
         problems = [
             f"{name} ({getattr(self, name)}) must be at least 1; give --{name.replace('_', '-')} a positive number"
-            for name in ("steps", "replicas", "global_batch_size", "micro_batch_size", "seq_len")
+            for name in ("steps", "replicas", "tp", "global_batch_size", "micro_batch_size", "seq_len")
             if getattr(self, name) < 1
         ]
         if self.replicas > num_slots:
             problems.append(
                 f"replicas ({self.replicas}) need at least as many slots, and there are {num_slots}; "
                 f"lower --replicas or start {self.replicas} processes or more"
+            )
+        elif self.replicas >= 1 and self.tp > -(-num_slots // self.replicas):
+            problems.append(
+                f"tp ({self.tp}) exceeds the slots of a replica ({-(-num_slots // self.replicas)}); lower --tp or "
+                "--replicas, or start more processes"
             )
         if self.seq_len > shape.max_seq_len:
             problems.append(
@@ -133,8 +138,6 @@ class TrainConfig:
 
     def _unsupported(self) -> list[str]:
         problems = []
-        if self.tp != 1:
-            problems.append(f"tp ({self.tp}): only lanes of one slot are supported so far; use --tp 1")
         if self.aux_loss_coefficient != 0:
             problems.append(
                 f"aux_loss_coefficient ({self.aux_loss_coefficient}): auxiliary losses that do not depend on the "

@@ -57,7 +57,7 @@ class Options:
     replicas: int = 1
     """Data-parallel copies of the model; the processes are divided among them."""
     tp: int = 1
-    """Tensor-parallel degree of a lane (only 1 so far)."""
+    """Most slots of a lane (tensor parallelism); lanes need not be equally wide."""
     global_batch_size: int = 16
     """Sequences of one step, over all replicas."""
     micro_batch_size: int = 4
@@ -200,6 +200,7 @@ def _dry_run_text(request: _Request, num_slots: int) -> str:
         num_replicas=config.replicas,
         global_batch_size=config.global_batch_size,
         redundancy=config.redundancy,
+        lane_slots=config.tp,
     )
     held = max(
         sum(plan.holders.num_units(line.axis, slot) * line.unit_numel for line in lines.values())

@@ -166,6 +166,7 @@ class Trainer:
             num_replicas=self.config.replicas,
             global_batch_size=self.config.global_batch_size,
             redundancy=self.config.redundancy,
+            lane_slots=self.config.tp,
         )
         decision = Decision(
             generation=1,

@@ -78,6 +78,23 @@ def test_two_kills_one_after_the_other(
     assert len(outcome.result["recovery_s"]) == 2
 
 
+@pytest.mark.parametrize(
+    ("num_slots", "options", "failures"),
+    [
+        (4, "--replicas 2 --tp 2", ["1@3:kill@backward"]),  # one lane of two slots shrinks to one
+        (5, "--tp 3", ["0@3:kill@forward"]),  # lanes of three and two slots in one replica
+        (7, "--replicas 2 --tp 4", ["5@2:kill@dispatch", "0@4:kill@vote"]),  # lanes of four and three
+    ],
+)
+def test_lanes_of_several_slots_shrink(
+    small_job: SmallJob, tmp_path: Path, num_slots: int, options: str, failures: list[str]
+) -> None:
+    """Tensor parallelism becomes nonuniform: heads, vocabulary and experts are cut anew over what is left."""
+    fail = [argument for failure in failures for argument in ("--fail", failure)]
+    outcome = small_job.run(num_slots, *options.split(), *fail, folder=tmp_path)
+    assert outcome.result is not None and len(outcome.result["recovery_s"]) == len(failures)
+
+
 @pytest.mark.parametrize("kind", ["exit0", "exception"])
 def test_other_ways_to_die(small_job: SmallJob, tmp_path: Path, kind: str) -> None:
     small_job.run(4, "--replicas", "2", "--fail", f"1@3:{kind}@backward", folder=tmp_path)

@@ -94,25 +94,25 @@ def _place_whole(
 ) -> Placement:
     """The problem in which an expert is one unit, solved, and its units counted again."""
     size = cost.units_per_expert
-    places = None
-    if memory_units is not None:
-        places = np.asarray(memory_units) // size
+    places = None if memory_units is None else np.asarray(memory_units) // size
+    if places is not None and places.ndim in (1, 2):
         layers, experts = loads.mean.shape
-        room, needed = (places, layers * experts) if places.ndim == 1 else (places.sum(axis=-1), experts)
-        if (places.min(initial=0) >= 0) and np.min(room if places.ndim > 1 else room.sum()) < needed:
+        needed = experts * (layers if places.ndim == 1 else 1)
+        found = int(places.sum(axis=-1).min())
+        if found < needed:
             raise ValueError(
-                f"memory_units have room for {np.min(room if places.ndim > 1 else room.sum())} whole experts and "
-                f"there are {needed}; allow cuts, free memory or add a slot"
+                f"memory_units (whole experts that fit: {found}) cannot hold {needed} of {size} units each; "
+                "allow cuts, free memory or add a slot"
             )
-    problem = Problem.of(
-        loads, speeds=speeds, cost=replace(cost, units_per_expert=1), memory_units=places
-    )
-    found = _place(problem, cut=False)
-    return replace(found, units=found.units * size)
+    whole = replace(cost, units_per_expert=1)
+    placed = _place(Problem.of(loads, speeds=speeds, cost=whole, memory_units=places), cut=False)
+    return replace(placed, units=placed.units * size)
 
 
 def _place(problem: Problem, *, cut: bool) -> Placement:
-    return _place_by_layer(problem, cut) if problem.pool is None else _place_in_pool(problem, cut)
+    if problem.pool is None:
+        return _place_by_layer(problem, problem, cut)
+    return _place_in_pool(problem, problem.pool, cut)
 
 
 class _Best:
@@ -172,15 +172,21 @@ class _Best:
         )
 
 
-def _place_by_layer(problem: Problem, cut: bool) -> Placement:
-    """Each layer on its own, within its limits."""
+def _place_by_layer(problem: Problem, plain: Problem, cut: bool) -> Placement:
+    """Each layer on its own, within its limits.
+
+    Args:
+        problem: each layer has its limits.
+        plain: the same with the limits that the plain placement of whole experts is to keep.
+        cut: whether experts may be cut.
+    """
     bound = lower_bound(problem)
     best = _Best(problem)
     everywhere = np.arange(problem.num_layers)
-    state, complete = plain_whole(problem)
+    state, complete = plain_whole(plain)
     _offer_whole(best, state, np.flatnonzero(complete))
     if not cut:
-        _improve_whole(best, state)
+        _improve_whole(best, state if plain is problem else None)
         return best.placement(bound)
     state = cut_what_pays(problem.guided(), bound.seconds)
     best.offer("whole experts, then cuts that pay", everywhere, state.held)
@@ -216,11 +222,11 @@ def _offer_window(best: _Best, bound: Bound) -> None:
         best.offer("window cut, then moves that pay", layers, state.held, note)
 
 
-def _improve_whole(best: _Best, plain: State) -> None:
+def _improve_whole(best: _Best, plain: State | None) -> None:
     """Whole experts by seconds, then moves and swaps of whole experts."""
     guided = best.problem.guided()
     layers = np.arange(guided.num_layers)
-    if (guided.speeds == guided.speeds[0]).all() and guided.piece_s == 0:
+    if plain is not None and (guided.speeds == guided.speeds[0]).all() and guided.piece_s == 0:
         state = State.of(guided, plain.held)  # what is longest in seconds is so in load
     else:
         state = State.empty(guided)
@@ -230,47 +236,54 @@ def _improve_whole(best: _Best, plain: State) -> None:
     best.offer("whole experts, then swaps", layers, state.held[layers])
 
 
-def _place_in_pool(problem: Problem, cut: bool) -> Placement:
+def _place_in_pool(problem: Problem, pool: Integers, cut: bool) -> Placement:
     """All layers with loose limits, slots exchanged between layers; a few layers make up for the rest."""
-    assert problem.pool is not None
     layers = problem.num_layers
-    even = split_pool(problem.pool, layers)
-    loose = loose_limits(problem.pool, layers, problem.units_per_expert, problem.units_per_layer)
-    found = _place_by_layer(problem.split(np.maximum(np.broadcast_to(loose, even.shape), even)), cut)
+    even = split_pool(pool, layers)
+    loose = loose_limits(pool, layers, problem.units_per_expert, problem.units_per_layer)
+    split = problem.split(even)
+    found = _place_by_layer(problem.split(np.maximum(np.broadcast_to(loose, even.shape), even)), split, cut)
     held = np.swapaxes(found.units, 1, 2)
-    strict = 0
-    while strict < layers:
-        kept, last = _last_layers(held, strict)
-        source = relabel(held[kept].sum(axis=2), problem.pool, problem.speeds)
-        room = problem.pool - np.take_along_axis(held[kept].sum(axis=2), source, axis=1).sum(axis=0)
-        # Layers that make up for others must not be squeezed out of a slot.
-        if (room >= strict * even.min(axis=0) * 3 // 4).all():
-            break
-        strict = max(2, 2 * strict)
-    else:
-        strict, kept, last = layers, np.arange(0), np.arange(layers)
-        source, room = np.zeros((0, problem.num_slots), dtype=np.int64), problem.pool
+    kept, last, source, room = _settle(problem, pool, held.sum(axis=2))
     result = np.empty_like(held)
     result[kept] = np.take_along_axis(held[kept], source[:, :, None], axis=1)
-    seconds = found.seconds.copy()
-    considered = found.considered
-    if strict:
-        limits = split_pool(room, strict)
-        tight = _place_by_layer(problem.select(last).split(limits), cut)
+    seconds, considered = found.seconds.copy(), found.considered
+    if last.size:
+        few = problem.select(last).split(split_pool(room, last.size))
+        tight = _place_by_layer(few, few, cut)
         result[last] = np.swapaxes(tight.units, 1, 2)
         seconds[last] = tight.seconds
         considered += tuple(replace(one, name=f"{one.name} (tight memory)") for one in tight.considered)
-    pooled = Placement(
-        units=np.swapaxes(result, 1, 2),
-        seconds=seconds,
-        bound=found.bound,
-        considered=considered,
-    )
-    return pooled
+        plain = considered[0]
+        if last.size == layers or (plain.layers == layers and plain.seconds < seconds.sum()):
+            # Making up cost more than it won: every layer within its part of the memory.
+            return _place_by_layer(split, split, cut)
+    return Placement(units=np.swapaxes(result, 1, 2), seconds=seconds, bound=found.bound, considered=considered)
 
 
-def _last_layers(held: Integers, count: int) -> tuple[Integers, Integers]:
-    """The layers that keep their loose placement, and the ``count`` that make up for them: the most even."""
-    used = held.sum(axis=2)
+def _settle(problem: Problem, pool: Integers, used: Integers) -> tuple[Integers, Integers, Integers, Integers]:
+    """Exchanges slots between layers until the pool suffices, and says which layers must be planned again.
+
+    Args:
+        problem: the speeds.
+        pool: ``[S]``, units.
+        used: ``[L, S]``, units of each layer as it was placed.
+
+    Returns:
+        Layers that stay as they are, layers that must do with what those leave, for the former from which
+        slot each one gets its pieces (see `relabel`), and the room left for the latter.
+    """
+    layers = used.shape[0]
+    # The most even layers lose least by tight memory.
     order = np.argsort(used.max(axis=1) - used.min(axis=1), kind="stable")
-    return np.sort(order[count:]), np.sort(order[:count])
+    strict = 0
+    while strict < layers:
+        kept, last = np.sort(order[strict:]), np.sort(order[:strict])
+        source = relabel(used[kept], pool, problem.speeds)
+        room = pool - np.take_along_axis(used[kept], source, axis=1).sum(axis=0)
+        # Layers that make up for others must not be squeezed out of a slot.
+        if (room >= strict * (pool // layers) * 3 // 4).all():
+            return kept, last, source, room
+        strict = max(2, 2 * strict)
+    nobody = np.zeros((0, problem.num_slots), dtype=np.int64)
+    return np.arange(0), np.arange(layers), nobody, pool

@@ -2,7 +2,7 @@
 
 import statistics
 import time
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 
 import numpy as np
 from numpy.typing import NDArray
@@ -16,7 +16,7 @@ from nep.planning.lanes import hold_dense, make_lanes
 from nep.planning.loads import ExpertLoads
 from nep.planning.plan import Plan
 from nep.planning.quotas import QuotaSolver
-from nep.planning.shapes import parameter_lines
+from nep.planning.shapes import ModelShape, parameter_lines
 from nep.planning.workload import Workload
 from nep.testing.planner_bench.cases import Case, Counts
 from nep.testing.planner_bench.planners import Placed, Planner
@@ -115,7 +115,6 @@ class _Bench:
     def __init__(self, case: Case, workload: Workload, hardware: HardwareProfile) -> None:
         self.case, self.workload, self.hardware = case, workload, hardware
         self.speeds = np.array(case.speeds)
-        self.lines = parameter_lines(case.shape)
         self.cluster = Cluster(
             tuple(
                 Slot(slot, slot // case.slots_per_node, speed_ppm=round(speed * 1e6))
@@ -173,7 +172,7 @@ class _Bench:
     def _step(self, plan: Plan, placed: Placed, shares: Floats, counts: Counts) -> StepTime:
         return step_time(
             plan,
-            shape=self.shape_of(placed),
+            shape=self._shape(placed),
             workload=self.workload,
             cluster=self.cluster,
             hardware=self.hardware,
@@ -181,15 +180,13 @@ class _Bench:
             shares=shares,
         )
 
-    def shape_of(self, placed: Placed):
+    def _shape(self, placed: Placed) -> ModelShape:
         """The model, cut as finely as the placement is."""
-        from dataclasses import replace
-
         return replace(self.case.shape, neuron_block=self.case.shape.ffn_hidden_size // placed.size)
 
     def _plan(self, placed: Placed) -> Plan:
         """One replica that holds this placement; lanes of one slot."""
-        lines = parameter_lines(self.shape_of(placed))
+        lines = parameter_lines(self._shape(placed))
         experts = ExpertAxes.of(lines)
         assert experts is not None  # every case has some
         slots = tuple(range(self.case.num_slots))

@@ -2,7 +2,7 @@
 
 import importlib.util
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -60,8 +60,6 @@ class Planner:
 
 def cost_of(case: Case, workload: Workload, hardware: HardwareProfile, block: int | None = None) -> PlacementCost:
     """Prices of a case."""
-    from dataclasses import replace
-
     shape = case.shape if block is None else replace(case.shape, neuron_block=block)
     crosses = case.num_slots > case.slots_per_node
     return placement_cost(shape, workload, hardware, lanes=case.num_slots, crosses_domains=crosses)
