@@ -1,0 +1,190 @@
+import hashlib
+import json
+from math import ceil
+from pathlib import Path
+
+import numpy as np
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+from hypothesis.strategies import DrawFn
+from numpy.typing import NDArray
+from scipy.optimize import linprog
+
+from nep.planning import quotas
+from nep.planning.copies import SlotLimits, place_copies
+from nep.planning.loads import ExpertLoads
+from nep.planning.quotas import QuotaSolver, split_quotas
+
+Ints = NDArray[np.int64]
+
+
+def best_level(counts: Ints, copies: Ints, speeds: list[int]) -> float:
+    """Least possible tokens per speed of the fullest slot, tokens taken as divisible: a linear program."""
+    total = int(counts.sum())
+    if total == 0:
+        return 0.0
+    expert, slot = np.nonzero(copies)
+    columns = len(expert) + 1
+    load = np.zeros((len(speeds), columns))
+    load[slot, np.arange(len(expert))] = 1
+    load[:, -1] = -np.array(speeds) / min(speeds)
+    sums = np.zeros((len(counts), columns))
+    sums[expert, np.arange(len(expert))] = 1
+    result = linprog(
+        [0] * len(expert) + [1],
+        A_ub=load,
+        b_ub=np.zeros(len(speeds)),
+        A_eq=sums,
+        b_eq=counts / total,
+        method="highs",
+    )
+    assert result.status == 0, result.message
+    return float(result.x[-1]) * total / min(speeds)
+
+
+@st.composite
+def placements(draw: DrawFn) -> tuple[Ints, Ints, list[int]]:
+    """Counts, copies and speeds of one layer, of any shape and as uneven as can be."""
+    experts, slots = draw(st.integers(1, 9)), draw(st.integers(1, 8))
+    mask = st.integers(1, 2**slots - 1)
+    copies = np.array([[hosts >> slot & 1 for slot in range(slots)] for hosts in draw(_lists(mask, experts))])
+    largest = draw(st.sampled_from([1, 20, 10**4, 10**7]))
+    counts = np.array(draw(_lists(st.one_of(st.just(0), st.integers(0, largest)), experts)))
+    speed = draw(st.sampled_from([st.just(1_000_000), st.integers(1, 4), st.integers(700_000, 1_000_000)]))
+    return counts, copies, draw(_lists(speed, slots))
+
+
+def _lists(entries: st.SearchStrategy[int], length: int) -> st.SearchStrategy[list[int]]:
+    return st.lists(entries, min_size=length, max_size=length)
+
+
+def check_optimal(counts: Ints, copies: Ints, speeds: list[int]) -> None:
+    shares = split_quotas(counts[None], copies[None], speeds)[0]
+    assert shares.dtype == np.int64
+    assert (shares >= 0).all() and not shares[copies == 0].any()
+    assert (shares.sum(axis=1) == counts).all()
+    best = best_level(counts, copies, speeds)
+    tokens = shares.sum(axis=0)
+    slack = 1e-6 * (1 + best * max(speeds))
+    assert (tokens < best * np.array(speeds) + 1 + slack).all()
+    if len(set(speeds)) == 1:
+        assert tokens.max() <= ceil(best * speeds[0] - slack)
+
+
+@given(placements())
+def test_no_slot_has_a_token_more_than_the_linear_program_allows(
+    placement: tuple[Ints, Ints, list[int]],
+) -> None:
+    check_optimal(*placement)
+
+
+@given(placements())
+def test_paths_alone_find_the_optimum_too(placement: tuple[Ints, Ints, list[int]]) -> None:
+    # Few placements need them after a dozen trees, so they get no tree here.
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(quotas, "_TREE_ROUNDS", 0)
+        check_optimal(*placement)
+
+
+@given(placements(), st.integers(2, 1000))
+def test_only_the_proportion_of_speeds_counts(
+    placement: tuple[Ints, Ints, list[int]], factor: int
+) -> None:
+    counts, copies, speeds = placement
+    scaled = split_quotas(counts[None], copies[None], [speed * factor for speed in speeds])
+    assert (scaled == split_quotas(counts[None], copies[None], speeds)).all()
+
+
+@given(st.lists(placements(), min_size=1, max_size=3), st.integers(0, 2**32))
+def test_layers_do_not_influence_each_other(placed: list[tuple[Ints, Ints, list[int]]], seed: int) -> None:
+    counts, copies, speeds = placed[0]
+    # Layers of one solver have equal shapes: the first, and the same with its experts in other orders.
+    orders = [np.random.default_rng(seed + i).permutation(len(counts)) for i in range(len(placed))]
+    solver = QuotaSolver(np.stack([copies[order] for order in orders]), speeds)
+    together = solver.split(np.stack([counts[order] for order in orders]))
+    tokens = solver.slot_tokens(np.stack([counts[order] for order in orders]))
+    assert (tokens == together.sum(axis=1)).all()
+    for index, order in enumerate(orders):
+        assert (together[index] == split_quotas(counts[order][None], copies[order][None], speeds)[0]).all()
+        assert (together[index] == solver.layers[index].split(counts[order])).all()
+
+
+def test_tokens_move_over_a_chain_of_experts() -> None:
+    # Slot 0 is over full and shares no expert with slot 3; all others are at the average before.
+    copies = np.array([[1, 1, 0, 0], [0, 1, 1, 0], [0, 0, 1, 1], [1, 0, 0, 0], [0, 0, 0, 1]])
+    shares = split_quotas([[100, 100, 100, 80, 20]], copies[None], [1, 1, 1, 1])[0]
+    assert shares.sum(axis=0).tolist() == [100, 100, 100, 100]
+    assert shares[:3].tolist() == [[20, 80, 0, 0], [0, 20, 80, 0], [0, 0, 20, 80]]
+
+
+def test_one_expert_with_all_tokens_is_shared_in_proportion_to_speed() -> None:
+    shares = split_quotas([[1000, 0]], [[[1, 1, 1], [0, 1, 0]]], [500_000, 1_000_000, 1_000_000])
+    assert shares[0].tolist() == [[200, 400, 400], [0, 0, 0]]
+
+
+def test_a_slot_without_a_copy_takes_nothing_and_does_not_lower_the_average() -> None:
+    copies = [[[1, 1, 0], [1, 1, 0], [1, 1, 0]]]
+    assert split_quotas([[5, 5, 2]], copies, [1, 1, 1]).sum(axis=1).tolist() == [[6, 6, 0]]
+
+
+def test_no_copy_is_needed_without_tokens() -> None:
+    solver = QuotaSolver([[[1, 0], [0, 0]]], [1, 1])
+    assert solver.split([[3, 0]]).tolist() == [[[3, 0], [0, 0]]]
+    with pytest.raises(ValueError, match="expert 1 has 2 tokens and no copy; place one"):
+        solver.split([[3, 2]])
+
+
+def test_input_that_makes_no_sense_is_refused() -> None:
+    with pytest.raises(ValueError, match=r"copies have shape \(1, 2\) and 2 slots"):
+        QuotaSolver([[1, 1]], [1, 1])
+    with pytest.raises(ValueError, match=r"copies must be 0 or 1.*speeds_ppm \(0\) must be at least 1"):
+        QuotaSolver([[[2, 1]]], [1, 0])
+    solver = QuotaSolver([[[1, 1]]], [1, 1])
+    with pytest.raises(ValueError, match=r"counts\[0, 0\] \(-1\) must be at least 0"):
+        solver.split([[-1]])
+    with pytest.raises(ValueError, match=r"counts have shape \(1, 1\) of float64; they must be integers"):
+        solver.split([[1.5]])
+    with pytest.raises(ValueError, match=r"\[layers, experts\] = \[1, 1\]"):
+        solver.split([[1, 2]])
+
+
+def _pseudorandom(length: int, modulus: int) -> list[int]:
+    """The same numbers wherever this runs: a linear congruential generator."""
+    state, numbers = 12345, []
+    for _ in range(length):
+        state = (state * 6364136223846793005 + 1442695040888963407) % 2**64
+        numbers.append((state >> 33) % modulus)
+    return numbers
+
+
+def test_quotas_are_the_same_on_every_machine() -> None:
+    # A digest from another machine: whoever changes the algorithm changes it, and nothing else may.
+    layers, experts, slots = 4, 40, 13
+    copies = (np.array(_pseudorandom(layers * experts * slots, 6)) == 0).reshape(layers, experts, slots)
+    copies[:, np.arange(experts), np.arange(experts) % slots] = True
+    counts = np.array(_pseudorandom(layers * experts, 100_000)).reshape(layers, experts)
+    speeds = [700_000 + 23_041 * slot for slot in range(slots)]
+    shares = split_quotas(counts, copies, speeds)
+    digest = hashlib.sha256(json.dumps(shares.tolist()).encode()).hexdigest()
+    assert digest == "DIGEST"
+
+
+def deepseek_prefill(data_dir: Path) -> list[Ints]:
+    """Counts ``[layers, experts]`` of DeepSeek-V3 under eight workloads, in the order of their files' names."""
+    files = sorted((data_dir / "deepseek_v3_sglang_ep_statistics").glob("prefill_*.json"))
+    # The first three layers are dense.
+    return [np.array(json.loads(file.read_text())["logical_count"])[3:].astype(np.int64) for file in files]
+
+
+def test_quotas_of_the_next_window_balance_a_placement_for_this_one(data_dir: Path) -> None:
+    windows = deepseek_prefill(data_dir)
+    limits = SlotLimits.uniform(32, 9, slots_per_domain=8)
+    balance = []
+    for planned, then in zip(windows[:-1], windows[1:], strict=True):
+        solver = QuotaSolver(place_copies(ExpertLoads(mean=planned), limits), limits.speeds_ppm)
+        tokens = solver.slot_tokens(then)
+        balance.append(float((tokens.mean(axis=1) / tokens.max(axis=1)).mean()))
+    assert len(balance) == 7
+    assert np.mean(balance) >= 0.98
+    assert min(balance) >= 0.92
