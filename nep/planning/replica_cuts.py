@@ -274,8 +274,8 @@ class _Questions:
         speeds = np.array(kind.speeds_ppm) / 1e6
         limits = None if kind.limits is None else np.array(kind.limits)
         if not self._prices.thorough:
-            problem = Problem.of(loads, speeds=speeds, cost=kind.cost, memory_units=limits)
-            return _fill_evenly(problem, cut)
+            work = replace(kind.cost, row_s=0.0, piece_s=0.0)
+            return _fill_evenly(Problem.of(loads, speeds=speeds, cost=work, memory_units=limits), cut)
         try:
             return repair(cut, (), loads, speeds=speeds, cost=kind.cost, memory_units=limits).units
         except RuntimeError as error:
@@ -285,7 +285,7 @@ class _Questions:
 def _fill_evenly(problem: Problem, cut: Integers) -> Integers:
     """The cut with what is missing given to the slots that are done first: what a recovery has time for.
 
-    `repair` finds fewer pieces and tells rows from arithmetic better, and takes ten times as long.
+    `repair` weighs pieces and rows against it, and takes several times as long.
     """
     state = State.of(problem, np.swapaxes(cut, 1, 2))
     missing = problem.units_per_expert - cut.sum(axis=2)

@@ -17,9 +17,7 @@ LINES = debug_like_lines()
 
 
 def _plan(num_slots: int = 4, num_replicas: int = 2) -> Plan:
-    return plan_from_scratch(
-        Cluster.uniform(num_slots, 2), LINES, num_replicas=num_replicas, global_batch_size=8
-    )
+    return plan_from_scratch(Cluster.uniform(num_slots, 2), LINES, num_replicas=num_replicas, global_batch_size=8)
 
 
 def _two_slots(**changes: object) -> Plan:
@@ -89,9 +87,9 @@ def test_every_field_is_in_the_digest() -> None:
 
 
 def test_who_is_where() -> None:
-    plan = _plan(5, 2)
-    assert plan.replicas == ((0, 1, 2), (3, 4))
-    assert [plan.replica_of(slot) for slot in plan.slots] == [0, 0, 0, 1, 1]
+    plan = _plan(5, 2)  # two, two and one slot a node
+    assert plan.replicas == ((0, 1), (2, 3, 4))
+    assert [plan.replica_of(slot) for slot in plan.slots] == [0, 0, 1, 1, 1]
     assert [plan.lanes[plan.lane_of(slot)].slots for slot in plan.slots] == [(slot,) for slot in plan.slots]
     assert plan.global_batch_size == 8
     with pytest.raises(ValueError, match=r"slot \(9\) is not of plan 1"):

@@ -1,13 +1,20 @@
 """Plans from scratch, mirrors, and what a failure would lose. Planning after failures has its own file."""
 
+from dataclasses import replace
+
+import numpy as np
 import pytest
 from hypothesis import assume, given
 from hypothesis import strategies as st
 
 from nep.planning.cluster import Cluster, Slot
+from nep.planning.dealing import Integers, count_cut
 from nep.planning.layout import Layout, LineKind, Lines, axis_lines, axis_unit_numel, normalize
+from nep.planning.loads import ExpertLoads
+from nep.planning.placement.objective import layer_seconds
 from nep.planning.plan import Lane, Plan
 from nep.planning.planner import lost_intervals, plan_after_failure, plan_from_scratch, plan_mirrors
+from nep.planning.replica_cuts import UNKNOWN_COST
 from nep.planning.validation import check_plan
 from tests.unit.planning.strategies import debug_like_lines, layouts, line_list, slots_with, units_of
 
@@ -50,25 +57,54 @@ def test_from_scratch_every_replica_is_whole_and_every_unit_owned_once(num_slots
     check_plan(plan, LINES)
 
 
+def _cut_by_the_line(num_experts: int, size: int, num_slots: int) -> Integers:
+    """Every slot the next so many units of the line, ``[1, experts, slots]``."""
+    units = num_experts * size
+    taker = [unit * num_slots // units for unit in range(units)]
+    cut = np.zeros((1, num_experts, num_slots), dtype=np.int64)
+    for unit, slot in enumerate(taker):
+        cut[0, unit // size, slot] += 1
+    return cut
+
+
 @pytest.mark.parametrize(("num_slots", "num_replicas"), SIZES)
-def test_from_scratch_experts_are_cut_evenly_by_the_line(num_slots: int, num_replicas: int) -> None:
-    plan = _scratch(num_slots, num_replicas)
-    for axis, line in axis_lines(LINES).items():
-        if line.kind is not LineKind.EXPERTS:
-            continue
-        for replica in plan.replicas:
-            held = [normalize(plan.holders.intervals(axis, slot)) for slot in replica]
-            counts = [sum(hi - lo for lo, hi in intervals) for intervals in held]
-            assert max(counts) - min(counts) <= 1
-            assert [unit for one in held for lo, hi in one for unit in range(lo, hi)] == list(range(line.num_units))
+@pytest.mark.parametrize(("num_experts", "size"), [(4, 4), (8, 7), (8, 112), (3, 5)])
+def test_from_scratch_experts_are_placed_no_worse_than_by_the_line(
+    num_slots: int, num_replicas: int, num_experts: int, size: int
+) -> None:
+    """Cutting the line evenly is what everybody would try first; it is as even, and has about as many pieces."""
+    lines = debug_like_lines(num_layers=1, num_experts=num_experts, units_per_expert=size)
+    plan = _scratch(num_slots, num_replicas, lines=lines)
+    for replica in plan.replicas:
+        held = [[plan.holders.intervals("layers.0.experts", slot) for slot in replica]]
+        cut, line = count_cut(held, num_experts, size), _cut_by_the_line(num_experts, size, len(replica))
+        cost = replace(UNKNOWN_COST, units_per_expert=size)
+        ours, theirs = (
+            layer_seconds(one, ExpertLoads.uniform(1, num_experts), cost, [1.0] * len(replica)) for one in (cut, line)
+        )
+        assert ours[0] <= theirs[0] * (1 + 1e-9)
+
+
+def test_experts_that_come_out_even_are_where_everybody_expects_them() -> None:
+    for num_slots, units in ((4, 16), (8, 8), (16, 4)):
+        lines = debug_like_lines(num_layers=2, num_experts=8, units_per_expert=8)
+        plan = _scratch(num_slots, 1, lines=lines)
+        for axis in ("layers.0.experts", "layers.1.experts"):
+            assert [plan.holders.intervals(axis, slot) for slot in range(num_slots)] == [
+                ((slot * units, (slot + 1) * units),) for slot in range(num_slots)
+            ]
 
 
 def test_eight_experts_on_seven_slots_are_full_experts_and_slices() -> None:
     lines = debug_like_lines(num_layers=1, num_experts=8, units_per_expert=7)
     plan = _scratch(7, 1, lines=lines)
-    assert plan.holders.intervals("layers.0.experts", 0) == ((0, 7), (7, 8))
-    assert plan.holders.intervals("layers.0.experts", 3) == ((24, 28), (28, 32))
-    assert all(plan.holders.num_units("layers.0.experts", slot) == 8 for slot in range(7))
+    held = plan.holders.by_slot("layers.0.experts")
+    assert sorted(
+        unit for units in units_of(plan.holders).items() if "experts" in units[0][0] for unit in units[1]
+    ) == [*range(56)]
+    assert all(sum(hi - lo for lo, hi in intervals) == 8 for intervals in held.values())
+    full = [intervals[0] for intervals in held.values() if (intervals[0][1] - intervals[0][0]) == 7]
+    assert len(full) >= 5 and all(lo % 7 == 0 for lo, _ in full), "full experts lie first"
 
 
 def test_more_slots_than_units_leave_some_without_experts() -> None:
@@ -255,23 +291,10 @@ def test_impossible_jobs_are_refused_with_all_reasons_at_once() -> None:
         assert message in str(caught.value)
 
 
-def test_plans_for_another_cluster_or_wide_lanes_are_refused() -> None:
+def test_plans_for_another_cluster_are_refused() -> None:
     plan = _scratch(4, 2)
     for replan in (plan_after_failure, plan_mirrors):
         with pytest.raises(ValueError, match=r"slots \[2, 3\] of plan 1 are not of the cluster"):
             replan(plan, Cluster.uniform(2, 1), LINES)
-    wide = Plan(
-        number=1,
-        slots=(0, 1),
-        replicas=((0, 1),),
-        lanes=(Lane(0, (0, 1), 4),),
-        holders=Layout({}),
-        owners=Layout({}),
-        mirrors=Layout({}),
-        redundancy="none",
-        speeds_ppm=(1, 1),
-    )
-    with pytest.raises(ValueError, match=r"lanes \[\(0, 1\)\] have several slots"):
-        plan_after_failure(wide, Cluster.uniform(2, 1), LINES)
     with pytest.raises(RuntimeError, match="no slot of plan 1 is healthy"):
         plan_after_failure(plan, Cluster.uniform(4, 1).fail(range(4)), LINES)
