@@ -14,6 +14,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from nep.moe.attention import grouped_attention, head_runs
+from nep.moe.aux_losses import AuxLosses, router_losses
 from nep.moe.experts import Experts, expert_slices
 from nep.moe.lane import Lane, SingleSlotLane
 from nep.moe.layer import MoE
@@ -29,11 +30,13 @@ class DecoderOutput(NamedTuple):
         logits_btv: Scores of the next token, in the model's dtype; None if targets were given.
         loss: Cross-entropy against the targets; None without them.
         num_tokens_per_expert_le: How many of this slot's tokens chose each expert, int64.
+        aux_loss: This slot's part of the auxiliary losses, summed over tokens and layers; None if there are none.
     """
 
     logits_btv: Tensor | None
     loss: TokenLoss | None
     num_tokens_per_expert_le: Tensor
+    aux_loss: Tensor | None = None
 
 
 class Positions(NamedTuple):
@@ -44,12 +47,14 @@ class Positions(NamedTuple):
         sin_tc: Sines, negated in the first half, [t, 1, c].
         mask_tt: Added to the scores; None where plain causal attention is meant.
         batch: Sequences and their length: what the tokens of a lane are.
+        sequence_s: Which sequence each of this slot's tokens is of.
     """
 
     cos_tc: Tensor
     sin_tc: Tensor
     mask_tt: Tensor | None
     batch: tuple[int, int]
+    sequence_s: Tensor
 
 
 class RMSNorm(nn.Module):
@@ -184,14 +189,20 @@ class DecoderLayer(nn.Module):
         )
 
         self.lane: Lane = SingleSlotLane()
+        self.aux_losses = AuxLosses()
 
-    def forward(self, x_sd: Tensor, positions: Positions) -> tuple[Tensor, Tensor]:
-        """Returns x_sd and the layer's counts, int64 [e]."""
+    def forward(self, x_sd: Tensor, positions: Positions) -> tuple[Tensor, Tensor, Tensor | None]:
+        """Returns x_sd, the layer's counts (int64 [e]) and its auxiliary losses, if any."""
         num_sequences, seq_len = positions.batch
         gathered_td = self.lane.gather(self.attention_norm(x_sd), num_sequences * seq_len)
         x_sd = x_sd + self.lane.reduce_scatter(self.attention(gathered_td, positions))
-        y_sd, num_tokens_per_expert_e = self.moe(self.moe_norm(x_sd))
-        return x_sd + y_sd, num_tokens_per_expert_e
+        y_sd, num_tokens_per_expert_e, routing = self.moe(self.moe_norm(x_sd))
+        aux = None
+        if self.aux_losses.any:
+            aux = router_losses(
+                self.aux_losses, routing, positions.sequence_s, num_sequences, seq_len, self.lane.sum
+            )
+        return x_sd + y_sd, num_tokens_per_expert_e, aux
 
 
 class MixtralModel(nn.Module):
@@ -250,18 +261,26 @@ class MixtralModel(nn.Module):
                 f"{self.shape.name}; use shorter sequences"
             )
         x_sd = self.lane.reduce_scatter(self.embedding(tokens_bt.flatten()))
-        positions = _positions(self.shape, tokens_bt, x_sd.dtype)
-        counts = []
+        positions = _positions(self.shape, tokens_bt, x_sd.dtype, self.lane)
+        counts, aux_losses = [], []
         for layer in self.layers:
-            x_sd, num_tokens_per_expert_e = layer(x_sd, positions)
+            x_sd, num_tokens_per_expert_e, aux = layer(x_sd, positions)
             counts.append(num_tokens_per_expert_e)
+            if aux is not None:
+                aux_losses.append(aux)
         x_sd = self.final_norm(x_sd)
         weight_vd = self.embedding.weight if self.head is None else self.head.weight
         if targets_bt is None:
             logits_btv = F.linear(x_sd, weight_vd).view(*tokens_bt.shape, weight_vd.size(0))
             return DecoderOutput(logits_btv, None, torch.stack(counts))
         loss = self.criterion(x_sd, weight_vd, targets_bt.flatten())
-        return DecoderOutput(None, loss, torch.stack(counts))
+        aux_loss = torch.stack(aux_losses).sum() if aux_losses else None
+        return DecoderOutput(None, loss, torch.stack(counts), aux_loss)
+
+    def use_aux_losses(self, losses: AuxLosses) -> None:
+        """Compute these losses whenever targets are given (and leave the result out of `loss`)."""
+        for layer in self.layers:
+            layer.aux_losses = losses
 
     def share_lane(
         self,
@@ -299,7 +318,7 @@ class MixtralModel(nn.Module):
         return {module.axis: module for module in self.modules() if isinstance(module, MoE)}
 
 
-def _positions(shape: ModelShape, tokens_bt: Tensor, dtype: torch.dtype) -> Positions:
+def _positions(shape: ModelShape, tokens_bt: Tensor, dtype: torch.dtype, lane: Lane) -> Positions:
     """Angles `position / theta ** (2 i / c)` in at least float32; a mask if the window hides something."""
     num_sequences, seq_len = tokens_bt.shape
     device = tokens_bt.device
@@ -321,6 +340,7 @@ def _positions(shape: ModelShape, tokens_bt: Tensor, dtype: torch.dtype) -> Posi
         sin_tc=torch.cat((-sin, sin), dim=-1).to(dtype)[:, None],
         mask_tt=mask_tt,
         batch=(num_sequences, seq_len),
+        sequence_s=lane.own(torch.arange(num_sequences, device=device).repeat_interleave(seq_len)),
     )
 
 

@@ -32,6 +32,10 @@ class Lane(Protocol):
         """This slot's part of something that all slots have for all tokens; no communication."""
         ...
 
+    def sum(self, counts: Tensor) -> Tensor:
+        """Integers added over the slots; not differentiable."""
+        ...
+
 
 class SingleSlotLane:
     """A lane of one slot: all tokens are its own."""
@@ -47,3 +51,7 @@ class SingleSlotLane:
     def own(self, values_t: Tensor) -> Tensor:
         """All of it."""
         return values_t
+
+    def sum(self, counts: Tensor) -> Tensor:
+        """The only slot's."""
+        return counts

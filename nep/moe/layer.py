@@ -3,12 +3,28 @@
 Shapes: t tokens, d hidden size, e experts.
 """
 
+from typing import NamedTuple
+
 from torch import Tensor, nn
 
 from nep.moe.dispatcher import LocalDispatcher, TokenDispatcher
 from nep.moe.experts import Experts
 from nep.moe.permutation import num_tokens_per_expert
-from nep.moe.router import TopKRouter
+from nep.moe.router import Routing, TopKRouter
+
+
+class MoEOutput(NamedTuple):
+    """What a layer returns.
+
+    Attributes:
+        y_td: Outputs of the tokens.
+        num_tokens_per_expert_e: How many of these tokens chose each expert, int64.
+        routing: Of the tokens, for auxiliary losses.
+    """
+
+    y_td: Tensor
+    num_tokens_per_expert_e: Tensor
+    routing: Routing
 
 
 class MoE(nn.Module):
@@ -35,17 +51,16 @@ class MoE(nn.Module):
         self.axis = axis
         self.dispatcher: TokenDispatcher = LocalDispatcher() if dispatcher is None else dispatcher
 
-    def forward(self, x_td: Tensor) -> tuple[Tensor, Tensor]:
+    def forward(self, x_td: Tensor) -> MoEOutput:
         """Runs each token through its experts.
 
         Args:
             x_td: Tokens; none is fine, and every parameter still gets a (zero) gradient.
 
-        Returns:
-            y_td, and int64 [e]: how many of these tokens chose each expert.
         """
         routing = self.router(x_td)
         dispatched = self.dispatcher.dispatch(x_td, routing)
         y_rd = self.experts(dispatched.rows_rd, dispatched.expert_ids_rk, dispatched.weights_rk)
         y_td = self.dispatcher.combine(dispatched, y_rd)
-        return y_td, num_tokens_per_expert(routing.expert_ids_tk, self.router.num_experts)
+        counts_e = num_tokens_per_expert(routing.expert_ids_tk, self.router.num_experts)
+        return MoEOutput(y_td, counts_e, routing)

@@ -16,10 +16,12 @@ class Routing(NamedTuple):
     Attributes:
         expert_ids_tk: Global expert ids, int64, heaviest first.
         weights_tk: Weights of the experts' outputs; they sum to one. max(float32, model dtype).
+        logits_te: Scores before the softmax, in the dtype of the weights.
     """
 
     expert_ids_tk: Tensor
     weights_tk: Tensor
+    logits_te: Tensor
 
 
 class TopKRouter(nn.Module):
@@ -54,6 +56,7 @@ class TopKRouter(nn.Module):
     def forward(self, x_td: Tensor) -> Routing:
         """Routes each token by itself: the choice depends on no other token, hence on no layout."""
         logits_te = F.linear(x_td, self.weight)
-        probs_te = logits_te.softmax(dim=-1, dtype=torch.promote_types(logits_te.dtype, torch.float32))
+        logits_te = logits_te.to(torch.promote_types(logits_te.dtype, torch.float32))
+        probs_te = logits_te.softmax(dim=-1)
         top_probs_tk, expert_ids_tk = probs_te.topk(self.top_k, dim=-1)
-        return Routing(expert_ids_tk, top_probs_tk / top_probs_tk.sum(dim=-1, keepdim=True))
+        return Routing(expert_ids_tk, top_probs_tk / top_probs_tk.sum(dim=-1, keepdim=True), logits_te)

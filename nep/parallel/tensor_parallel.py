@@ -51,6 +51,10 @@ class SlotLane:
         """This slot's part of `values_t`."""
         return values_t.split(token_splits(len(values_t), self._communicator.size))[self._communicator.rank]
 
+    def sum(self, counts: torch.Tensor) -> torch.Tensor:
+        """Integers added over the slots of the lane."""
+        return self.gather_rows(counts).sum(0)
+
     def gather_rows(self, rows_td: torch.Tensor) -> torch.Tensor:
         """What every slot has for all tokens: [n, t, ...]; not differentiable."""
         size = self._communicator.size

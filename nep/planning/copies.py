@@ -228,7 +228,10 @@ def _useful_places(tokens: Ints, limits: SlotLimits, places: Ints) -> Ints:
 
 
 def _fill_up(copies: Copies, tokens: Ints, places: Ints, num_copies: int, fewest: int) -> None:
-    """Gives copies that found no slot without their expert to other experts, in place; rare, so one by one."""
+    """Fills places up to so many copies, in place: for copies that found no slot, and on slow slots.
+
+    Rare, so one by one.
+    """
     for layer in range(len(copies)):
         here = copies[layer]
         free = places - here.sum(axis=0)

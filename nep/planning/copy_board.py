@@ -7,7 +7,7 @@ Ints = NDArray[np.int64]
 Floats = NDArray[np.float64]
 
 _SWAP_ROUNDS = 12
-_GOOD_ENOUGH = 1.002  # fullest slot over average; quotas level the rest
+_GOOD_ENOUGH = 1.002  # level of the fullest slot; quotas do the rest
 _CHUNK = 1 << 22  # entries of the largest array of an exchange
 
 # Reasons against a slot, the first beyond the second and that beyond levels, which are near 1.
@@ -155,13 +155,11 @@ class Board:
         if half == 0 or width == 0:
             return
         chunk = max(1, _CHUNK // (half * width * width))
-        usable = self.places > 0
-        average = (self.level * self.speeds).sum(axis=1) / self.speeds[usable].sum()
         for begin in range(0, self.shape[0], chunk):
             rows = self.layer[begin : begin + chunk]
             idle = 0
             for turn in range(_SWAP_ROUNDS):
-                rows = rows[self.level[rows].max(axis=1) > _GOOD_ENOUGH * average[rows]]
+                rows = rows[self.level[rows].max(axis=1) > _GOOD_ENOUGH]
                 if len(rows) == 0 or idle == 2:
                     break
                 idle = 0 if self._exchange_pairs(rows, turn, table, load) else idle + 1

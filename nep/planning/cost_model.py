@@ -18,9 +18,9 @@ import numpy as np
 from nep.planning.cluster import Cluster
 from nep.planning.costs import PlacementCost
 from nep.planning.hardware import HardwareProfile, scale_up_domains
-from nep.planning.held import Floats, expert_axes
+from nep.planning.held import Floats, elements, expert_axes
 from nep.planning.kernel_costs import Busy, Kernels
-from nep.planning.layout import Lines, axis_lines, axis_unit_numel, count_units
+from nep.planning.layout import Lines, axis_lines
 from nep.planning.loads import ExpertLoads
 from nep.planning.plan import Plan
 from nep.planning.replica_time import ReplicaTime, replica_time, row_bytes
@@ -328,17 +328,7 @@ def _between_replicas(
         seconds = traffic.seconds(hardware, size, messages)
         if seconds.max() > 0:
             add(part, seconds, traffic.limiting_link(hardware, int(np.argmax(seconds))))
-    numel = axis_unit_numel(lines)
-    owned, mirrored = (
-        np.array(
-            [
-                sum(count_units(by.get(slot, ())) * numel[axis] for axis, by in layout.cuts.items())
-                for slot in plan.slots
-            ],
-            dtype=np.float64,
-        )
-        for layout in (plan.owners, plan.mirrors)
-    )
+    owned, mirrored = (elements(layout, plan.slots, lines) for layout in (plan.owners, plan.mirrors))
     speeds = np.array(plan.speeds_ppm) / 1e6
     update: Busy = Kernels(shape, workload, hardware).optimizer(owned, mirrored)
     add("optimizer", update.total / speeds, "memory")

@@ -10,7 +10,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from nep.planning.intervals import segments
-from nep.planning.layout import Layout, LineKind, Lines, axes, axis_lines
+from nep.planning.layout import Layout, LineKind, Lines, axes, axis_lines, axis_unit_numel, count_units
 
 Floats = NDArray[np.float64]
 
@@ -69,6 +69,16 @@ def held_layers(holders: Layout, slots: Sequence[int], lines: Lines) -> HeldLaye
         if line.kind in counted:
             tables[counted[line.kind]][line.layer] += units
     return HeldLayers(**tables)
+
+
+def elements(layout: Layout, slots: Sequence[int], lines: Lines) -> Floats:
+    """Elements of all axes that each slot has in a layout, [s]; exact, since they are fewer than 2 ** 53."""
+    numel = axis_unit_numel(lines)
+    found = dict.fromkeys(slots, 0)
+    for axis, by_slot in layout.cuts.items():
+        for slot, intervals in by_slot.items():
+            found[slot] += count_units(intervals) * numel[axis]
+    return np.array([found[slot] for slot in slots], dtype=np.float64)
 
 
 def vocab_rows(holders: Layout, slots: Sequence[int], lines: Lines) -> Floats:

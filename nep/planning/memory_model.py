@@ -7,10 +7,10 @@ from math import ceil
 import numpy as np
 
 from nep.planning.dispatch_rows import hit_chance, inclusion
-from nep.planning.held import Floats, expert_axes, expert_units, held_layers, vocab_rows
-from nep.planning.layout import Layout, Lines, axis_lines, axis_unit_numel, count_units, subtract
+from nep.planning.held import Floats, elements, expert_axes, expert_units, held_layers, vocab_rows
+from nep.planning.layout import Lines, axis_lines, axis_unit_numel, count_units, subtract
 from nep.planning.loads import ExpertLoads
-from nep.planning.plan import Plan
+from nep.planning.plan import Lane, Plan
 from nep.planning.shapes import ModelShape, parameter_lines
 from nep.planning.workload import Workload
 
@@ -71,8 +71,10 @@ def step_memory(
         shares: see `nep.planning.cost_model.step_time`.
     """
     lines = parameter_lines(shape)
-    held, owned = _numel(plan.holders, plan, lines), _numel(plan.owners, plan, lines)
-    mirrored = _numel(plan.mirrors, plan, lines)
+    held, owned, mirrored = (
+        dict(zip(plan.slots, elements(layout, plan.slots, lines).astype(int).tolist(), strict=True))
+        for layout in (plan.holders, plan.owners, plan.mirrors)
+    )
     if plan.redundancy == "host":
         mirrored = dict.fromkeys(mirrored, 0)
     activations = _activations(plan, shape, workload, lines, loads, shares)
@@ -152,37 +154,27 @@ def expert_units_limit(memory: Memory, slot: int, limit_bytes: int, *, held_unit
     return max(0, (limit_bytes - rest) // unit_bytes)
 
 
-def _numel(layout: Layout, plan: Plan, lines: Lines) -> dict[int, int]:
-    numel = axis_unit_numel(lines)
-    elements = dict.fromkeys(plan.slots, 0)
-    for axis, by_slot in layout.cuts.items():
-        for slot, intervals in by_slot.items():
-            elements[slot] += count_units(intervals) * numel[axis]
-    return elements
-
-
 def _staging(plan: Plan, workload: Workload, lines: Lines) -> dict[int, int]:
     """Two messages of the largest bucket, or the one message of everything: gradients sent, sums received.
 
     A slot packs what others own of what it holds, and gets from each other holder what it owns.
     """
     numel = axis_unit_numel(lines)
-    order = axis_lines(lines)
-    layer_of = {axis: line.layer for axis, line in order.items()}
-    by_bucket: dict[int, dict[int, int]] = {}
-    for axis, line in order.items():
-        bucket = by_bucket.setdefault(layer_of[axis] if workload.buckets else 0, dict.fromkeys(plan.slots, 0))
-        holders = plan.holders.by_slot(axis)
-        copies = sum(count_units(held) for held in holders.values()) / line.num_units
-        for slot in plan.slots:
-            owned = count_units(plan.owners.intervals(axis, slot))
-            sent = max(count_units(holders.get(slot, ())) - owned, 0)
-            # A collective adds up on the way; straight to the owner every holder's piece has its own place.
-            pieces = 1.0 if workload.grad_sync == "reduce_scatter" else max(copies - 1, 0)
-            bucket[slot] += ceil((sent + owned * pieces) * numel[axis])
+    buckets: dict[int, dict[int, float]] = {}
+    for axis, line in axis_lines(lines).items():
+        bucket = buckets.setdefault(line.layer if workload.buckets else 0, dict.fromkeys(plan.slots, 0.0))
+        held = {slot: count_units(units) for slot, units in plan.holders.by_slot(axis).items()}
+        owned = {slot: count_units(units) for slot, units in plan.owners.by_slot(axis).items()}
+        copies = sum(held.values()) / line.num_units
+        # A collective adds up on the way; straight to the owner every holder's piece has its own place.
+        pieces = 1.0 if workload.grad_sync == "reduce_scatter" else max(copies - 1, 0.0)
+        for slot, units in held.items():
+            bucket[slot] += max(units - owned.get(slot, 0), 0) * numel[axis]
+        for slot, units in owned.items():
+            bucket[slot] += units * pieces * numel[axis]
     in_flight = 2 if workload.buckets else 1
     return {
-        slot: in_flight * workload.accumulation_bytes * max(bucket[slot] for bucket in by_bucket.values())
+        slot: in_flight * workload.accumulation_bytes * ceil(max(bucket[slot] for bucket in buckets.values()))
         for slot in plan.slots
     }
 
@@ -199,9 +191,21 @@ def _activations(
     layers = expert_axes(lines)
     popularity = (loads or ExpertLoads.uniform(len(layers), shape.num_experts)).normalised().mean
     chance = inclusion(popularity, shape.top_k)
+    where = [axis_lines(lines)[axis].layer for axis in layers]
     found: dict[int, int] = {}
+    known: dict[object, list[float]] = {}
+    lanes_of: dict[int, list[Lane]] = {}
+    for lane in plan.lanes:
+        lanes_of.setdefault(lane.replica, []).append(lane)
     for index, slots in enumerate(plan.replicas):
-        lanes = [lane for lane in plan.lanes if lane.replica == index]
+        lanes = lanes_of[index]
+        key = (
+            tuple((tuple(map(slots.index, lane.slots)), lane.num_sequences) for lane in lanes),
+            tuple(tuple(by.get(slot, ()) for slot in slots) for by in plan.holders.cuts.values()),
+        )
+        if shares is None and key in known:
+            found |= {slot: ceil(size) for slot, size in zip(slots, known[key], strict=True)}
+            continue
         units, mine = expert_units(plan.holders, slots, lines)
         if shares is not None:
             columns = [plan.slots.index(slot) for slot in slots]
@@ -216,7 +220,6 @@ def _activations(
         # Rows as received, and gate and up of every slice's neurons.
         experts = rows * shape.hidden_size + 2 * (pairs * units * shape.neuron_block).sum(axis=1)
         per_layer = _attention_bytes(plan, slots, shape, workload, lines, tokens, own)
-        where = [axis_lines(lines)[axis].layer for axis in layers]
         per_layer[where] += experts * workload.parameter_bytes
         if workload.recompute:
             inputs = len(per_layer) * own * shape.hidden_size * workload.parameter_bytes
@@ -226,7 +229,8 @@ def _activations(
         # Logits and their gradient, in the parameters' and in the accumulation dtype.
         logits = tokens * vocab_rows(plan.holders, slots, lines)
         needed = needed + logits * 2 * (workload.parameter_bytes + workload.accumulation_bytes)
-        found |= {slot: ceil(size) for slot, size in zip(slots, needed.tolist(), strict=True)}
+        known[key] = needed.tolist()
+        found |= {slot: ceil(size) for slot, size in zip(slots, known[key], strict=True)}
     return found
 
 

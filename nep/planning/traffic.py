@@ -13,7 +13,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from nep.planning.hardware import HardwareProfile, Link
-from nep.planning.intervals import Intervals, normalize, segments
+from nep.planning.intervals import Intervals, count_units, normalize, segments
 from nep.planning.layout import Lines, axis_lines, axis_unit_numel
 from nep.planning.plan import Plan
 from nep.planning.transfer import Transfer
@@ -109,6 +109,12 @@ def grad_traffic(
     unit_numel = axis_unit_numel(lines)
     for axis, line in axis_lines(lines).items():
         classes = _classes(plan.holders.by_slot(axis), interned)
+        if method == "reduce_scatter" and list(classes.values()) == [((0, line.num_units),)]:
+            # Most axes: everybody holds all of it, so there is nothing to look for.
+            (everybody,) = classes
+            for owner, owned in plan.owners.by_slot(axis).items():
+                collective[everybody][owner] += float(count_units(owned) * unit_numel[axis])
+            continue
         members = [frozenset(slots) for slots in classes]
         # Owners are told from classes by their sign: class i is i, the owner in slot s is -2 - s.
         cut: dict[int, Intervals] = dict(enumerate(classes.values()))
@@ -128,6 +134,8 @@ def mirror_traffic(plan: Plan, lines: Lines, domains: Mapping[int, int]) -> Traf
     found: dict[tuple[int, int], float] = defaultdict(float)
     unit_numel = axis_unit_numel(lines)
     for axis, line in axis_lines(lines).items():
+        if not plan.mirrors.by_slot(axis):
+            continue
         cut: dict[int, Intervals] = {2 * slot: cut for slot, cut in plan.owners.by_slot(axis).items()}
         cut |= {2 * slot + 1: mirrored for slot, mirrored in plan.mirrors.by_slot(axis).items()}
         for lo, hi, who in segments(cut, [(0, line.num_units)]):
@@ -151,15 +159,19 @@ def _classes(
     by_slot: Mapping[int, Intervals], interned: dict[tuple[int, ...], tuple[int, ...]]
 ) -> dict[tuple[int, ...], Intervals]:
     """Slots -> what all of them hold; ``interned`` makes equal classes of all axes one object."""
+    slots = sorted(by_slot)
+    if len(set(by_slot.values())) == 1:
+        key = tuple(slots)
+        return {interned.setdefault(key, key): normalize(by_slot[slots[0]])}
     grouped: dict[Intervals, list[int]] = defaultdict(list)
-    for slot in sorted(by_slot):
+    for slot in slots:
         grouped[by_slot[slot]].append(slot)
     merged: dict[Intervals, list[int]] = defaultdict(list)
-    for intervals, slots in grouped.items():  # the order of storage makes no other class
-        merged[normalize(intervals)] += slots
+    for intervals, alike in grouped.items():  # the order of storage makes no other class
+        merged[normalize(intervals)] += alike
     found: dict[tuple[int, ...], Intervals] = {}
-    for intervals, slots in merged.items():
-        key = tuple(sorted(slots))
+    for intervals, alike in merged.items():
+        key = tuple(sorted(alike))
         found[interned.setdefault(key, key)] = intervals
     return found
 

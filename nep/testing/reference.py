@@ -37,6 +37,8 @@ class ReferenceHyper:
         eps: Added to the root of the second moment.
         weight_decay: Decoupled, in units of the learning rate.
         clip_norm: Largest global gradient norm; math.inf for none.
+        z_loss: Coefficient of the router's squared log-partition, per token.
+        balance_loss: Coefficient of load balancing, per sequence. Neither counts in the reported losses.
     """
 
     lr: float
@@ -48,6 +50,8 @@ class ReferenceHyper:
     eps: float = 1e-8
     weight_decay: float = 0.1
     clip_norm: float = 1.0
+    z_loss: float = 0.0
+    balance_loss: float = 0.0
 
 
 class ReferenceRun(NamedTuple):
@@ -92,7 +96,9 @@ def reference_train(
     first_gradients: dict[str, Tensor] = {}
 
     for step in range(1, steps + 1):
-        loss, gradients = reference_gradients(shape, values, *batches(step))
+        loss, gradients = reference_gradients(
+            shape, values, *batches(step), z_loss=hyper.z_loss, balance_loss=hyper.balance_loss
+        )
         losses.append(loss)
         if step == 1:
             first_gradients = gradients
@@ -118,12 +124,18 @@ def reference_gradients(
     params: Mapping[str, Tensor],
     tokens_bt: Tensor | npt.NDArray[np.int64],
     targets_bt: Tensor | npt.NDArray[np.int64],
+    *,
+    z_loss: float = 0.0,
+    balance_loss: float = 0.0,
 ) -> tuple[float, dict[str, Tensor]]:
-    """The mean cross-entropy per token and its gradient by global name (zeros where nothing flows)."""
+    """The mean cross-entropy per token, and the gradient of it and the auxiliary losses by global name (zeros where
+    nothing flows)."""
     leaves = {name: value.detach().clone().requires_grad_() for name, value in params.items()}
-    loss_sum, num_tokens = reference_loss(shape, leaves, tokens_bt, targets_bt)
+    scores: list[Tensor] = []
+    loss_sum, num_tokens = reference_loss(shape, leaves, tokens_bt, targets_bt, scores)
     loss = loss_sum / num_tokens
-    found = torch.autograd.grad(loss, list(leaves.values()), materialize_grads=True, allow_unused=True)
+    aux = sum(_aux_losses(shape, layer, len(tokens_bt), z_loss, balance_loss) for layer in scores)
+    found = torch.autograd.grad(loss + aux / num_tokens, list(leaves.values()), materialize_grads=True, allow_unused=True)
     return float(loss.detach()), dict(zip(leaves, found, strict=True))
 
 
@@ -132,16 +144,22 @@ def reference_loss(
     params: Mapping[str, Tensor],
     tokens_bt: Tensor | npt.NDArray[np.int64],
     targets_bt: Tensor | npt.NDArray[np.int64],
+    router_scores: list[Tensor] | None = None,
 ) -> tuple[Tensor, int]:
-    """Sum of the tokens' cross-entropies, and how many tokens there are."""
-    logits_btv = reference_logits(shape, params, torch.as_tensor(tokens_bt))
+    """Sum of the tokens' cross-entropies, and how many tokens there are; appends each layer's router scores [n, e]."""
+    logits_btv = reference_logits(shape, params, torch.as_tensor(tokens_bt), router_scores)
     logits_nv = logits_btv.reshape(-1, shape.vocab_size)
     targets_n = torch.as_tensor(targets_bt).reshape(-1)
     picked_n = logits_nv[torch.arange(len(targets_n)), targets_n]
     return (logits_nv.logsumexp(dim=1) - picked_n).sum(), len(targets_n)
 
 
-def reference_logits(shape: ModelShape, params: Mapping[str, Tensor], tokens_bt: Tensor) -> Tensor:
+def reference_logits(
+    shape: ModelShape,
+    params: Mapping[str, Tensor],
+    tokens_bt: Tensor,
+    router_scores: list[Tensor] | None = None,
+) -> Tensor:
     """Logits [b, t, v] of Mixtral (Jiang et al., arXiv 2401.04088) with these parameters."""
     x_btd = params["embedding.weight"][tokens_bt]
     for layer in range(shape.num_layers):
@@ -153,7 +171,10 @@ def reference_logits(shape: ModelShape, params: Mapping[str, Tensor], tokens_bt:
         x_btd = x_btd + _attention(
             shape, of_layer, _rms_norm(shape, x_btd, of_layer["attention_norm.weight"])
         )
-        x_btd = x_btd + _experts(shape, of_layer, _rms_norm(shape, x_btd, of_layer["moe_norm.weight"]))
+        normed_btd = _rms_norm(shape, x_btd, of_layer["moe_norm.weight"])
+        if router_scores is not None:
+            router_scores.append(_router_scores(shape, of_layer, normed_btd))
+        x_btd = x_btd + _experts(shape, of_layer, normed_btd)
     x_btd = _rms_norm(shape, x_btd, params["final_norm.weight"])
     head_vd = params["embedding.weight" if shape.tied_embeddings else "head.weight"]
     return x_btd @ head_vd.T
@@ -206,13 +227,31 @@ def _rotate(shape: ModelShape, x_btc: Tensor) -> Tensor:
     return torch.cat([left * cos - right * sin, right * cos + left * sin], dim=-1)
 
 
+def _router_scores(shape: ModelShape, params: Mapping[str, Tensor], x_btd: Tensor) -> Tensor:
+    d = shape.hidden_size
+    return x_btd.reshape(-1, d) @ params["moe.router.weight"].reshape(shape.num_experts, d).T
+
+
+def _aux_losses(shape: ModelShape, scores_ne: Tensor, num_sequences: int, z_loss: float, balance_loss: float) -> Tensor:
+    """One layer's auxiliary losses, summed over tokens: sequence by sequence and expert by expert."""
+    log_partitions_n = torch.log(torch.exp(scores_ne).sum(dim=-1))
+    total = z_loss * (log_partitions_n**2).sum()
+    for scores_te in scores_ne.chunk(num_sequences):
+        num_tokens = len(scores_te)
+        probabilities_te = torch.softmax(scores_te, dim=-1)
+        chosen_tk = probabilities_te.topk(shape.top_k, dim=-1).indices
+        for expert in range(shape.num_experts):
+            share = (chosen_tk == expert).sum() / (shape.top_k * num_tokens)
+            mean_probability = probabilities_te[:, expert].mean()
+            total = total + balance_loss * num_tokens * shape.num_experts * share * mean_probability
+    return total
+
+
 def _experts(shape: ModelShape, params: Mapping[str, Tensor], x_btd: Tensor) -> Tensor:
     """Each token through its top_k experts, weighted by their renormalised softmax."""
     d, f = shape.hidden_size, shape.ffn_hidden_size
     x_nd = x_btd.reshape(-1, d)
-    probabilities_ne = torch.softmax(
-        x_nd @ params["moe.router.weight"].reshape(shape.num_experts, d).T, dim=-1
-    )
+    probabilities_ne = torch.softmax(_router_scores(shape, params, x_btd), dim=-1)
     chosen_ne = torch.zeros_like(probabilities_ne, dtype=torch.bool)
     chosen_ne.scatter_(1, probabilities_ne.topk(shape.top_k, dim=-1).indices, True)
     weights_ne = torch.where(chosen_ne, probabilities_ne, 0.0)

@@ -10,6 +10,7 @@ from typing import Literal
 import torch
 
 from nep.fault_tolerance.injection import Failure
+from nep.moe.aux_losses import AuxLosses
 from nep.moe.backends import choose_backend
 from nep.parallel.optimizer import OptimizerConfig
 from nep.planning.shapes import ModelShape
@@ -34,7 +35,7 @@ class TrainConfig:
         seed: of initial values and of the order of samples.
         redundancy: `device` keeps a mirror of every optimizer shard on another slot; `none` does not.
         optimizer: AdamW, its schedule and clipping.
-        aux_loss_coefficient: load-balancing loss; only 0 so far.
+        aux_losses: of the router; only those that do not depend on the partition exist.
         moe_backend: kernels of the experts: `auto`, `grouped_mm` or `loop`.
         backend: of the process groups; gloo (CPU) only so far.
         timeout_base_s: the one value that all time-outs are derived from.
@@ -54,7 +55,7 @@ class TrainConfig:
     seed: int = 0
     redundancy: Literal["device", "host", "none"] = "device"
     optimizer: OptimizerConfig = field(default_factory=OptimizerConfig)
-    aux_loss_coefficient: float = 0.0
+    aux_losses: AuxLosses = field(default_factory=AuxLosses)
     moe_backend: str = "auto"
     backend: Literal["gloo", "nccl"] = "gloo"
     timeout_base_s: float = 30.0
@@ -95,7 +96,7 @@ class TrainConfig:
         except ValueError as error:
             problems.append(str(error))
         problems += self._unsupported()
-        problems += self.optimizer.problems()
+        problems += self.optimizer.problems() + self.aux_losses.problems()
         problems += self._file_problems()
         for failure in self.failures:
             if failure.slot >= num_slots:
@@ -138,11 +139,6 @@ class TrainConfig:
 
     def _unsupported(self) -> list[str]:
         problems = []
-        if self.aux_loss_coefficient != 0:
-            problems.append(
-                f"aux_loss_coefficient ({self.aux_loss_coefficient}): auxiliary losses that do not depend on the "
-                "partition are not there yet, and others would make the result depend on it; use 0"
-            )
         if self.backend != "gloo":
             problems.append(
                 f"backend {self.backend!r}: recovery on CUDA is not supported yet, and without it a lost GPU would "

@@ -25,6 +25,7 @@ from nep.fault_tolerance.injection import Failure
 from nep.fault_tolerance.job import Job, JobSpec
 from nep.fault_tolerance.supervisor import run_alone, supervise
 from nep.fault_tolerance.timeline import Recovery
+from nep.moe.aux_losses import AuxLosses
 from nep.parallel.optimizer import OptimizerConfig
 from nep.planning.cluster import Cluster
 from nep.planning.planner import plan_from_scratch
@@ -81,7 +82,9 @@ class Options:
     redundancy: Literal["device", "host", "none"] = "device"
     """Where optimizer state is mirrored; none: a lost slot means a checkpoint."""
     aux_loss_coefficient: float = 0.0
-    """Load-balancing loss (only 0 so far)."""
+    """Load-balancing loss per sequence."""
+    z_loss_coefficient: float = 0.0
+    """Squared log-partition of the router's scores, per token."""
     moe_backend: str = "auto"
     """Kernels of the experts: auto, grouped_mm (float32, bfloat16) or loop (any dtype)."""
     backend: Literal["gloo", "nccl"] = "gloo"
@@ -170,7 +173,7 @@ def _checked(options: Options, num_slots: int) -> _Request:
             weight_decay=options.weight_decay,
             clip_norm=options.clip_norm,
         ),
-        aux_loss_coefficient=options.aux_loss_coefficient,
+        aux_losses=AuxLosses(z=options.z_loss_coefficient, balance=options.aux_loss_coefficient),
         moe_backend=options.moe_backend,
         backend=options.backend,
         timeout_base_s=options.timeout_base_s,

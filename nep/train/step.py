@@ -72,10 +72,11 @@ def forward_backward(
         first = first_sample + offset + done
         tokens_bt, targets_bt = (torch.from_numpy(array) for array in data.train_batch(first, size))
         output = model(tokens_bt, targets_bt)
+        total = output.loss.total if output.aux_loss is None else output.loss.total + output.aux_loss
         if round_index == 0:
-            output.loss.total.register_hook(lambda _: probe("backward"))
+            total.register_hook(lambda _: probe("backward"))
         overlap.reduction = reduction if round_index == num_rounds - 1 else None
-        output.loss.total.backward()
+        total.backward()
         overlap.reduction = None
         overlap.collect_all()
         loss_sum += float(output.loss.own)

@@ -240,6 +240,8 @@ class Trainer:
             waiter=run.current.waiter,
             probe=lambda phase: run.probe(phase, self.step + 1),
         )
+        if self.config.aux_losses.any:
+            self.model.use_aux_losses(self.config.aux_losses)  # type: ignore[operator]
         self._overlap = Overlap(self.model, run.sync.grads)
         self.plans.append(self.plan)
         self.hooks.on_plan(self, self.plan)

@@ -94,7 +94,7 @@ CASES: dict[str, tuple[str, tuple[str, ...]]] = {
     "a failure that cannot be read": ("--fail yes", ("'yes'", "SLOT@STEP")),
     "zero steps": ("--steps 0", ("steps (0)", "--steps")),
     "negative batch": ("--global-batch-size -4", ("global_batch_size (-4)", "--global-batch-size")),
-    "auxiliary loss": ("--aux-loss-coefficient 0.01", ("aux_loss_coefficient (0.01)", "use 0")),
+    "auxiliary loss": ("--aux-loss-coefficient -0.01", ("aux_loss_coefficient (-0.01)", "at least 0")),
     "tensor parallelism": ("--tp 2", ("tp (2)",)),
     "nccl": ("--backend nccl", ("'nccl'", "'gloo'")),
     "host redundancy": ("--redundancy host", ("'host'", "'device' or 'none'")),

@@ -8,6 +8,7 @@ from collections.abc import Sequence
 import torch
 
 from models.mixtral import build
+from nep.moe.aux_losses import AuxLosses
 from nep.parallel.grad_sync import GradSync, Reduction
 from nep.parallel.overlap import Overlap
 from nep.parallel.parallelize import parallelize
@@ -70,13 +71,19 @@ def make_plan(num_slots: int, replicas: int, dead: Sequence[int], lines: Lines) 
 
 
 def step_sums(
-    me: ThreadSlot, state: SlotState, shape: ModelShape, micro_batch_size: int = 2
+    me: ThreadSlot,
+    state: SlotState,
+    shape: ModelShape,
+    micro_batch_size: int = 2,
+    aux_losses: AuxLosses | None = None,
 ) -> tuple[GradSync, float]:
     """Forward, backward and sums of one step on one slot; the loss is this slot's sum."""
     sync = GradSync.build(state, parameter_lines(shape), DTYPE)
     model = parallelize(
         build(shape, DTYPE), state=state, sync=sync, groups=me.groups, waiter=me.waiter, probe=no_probe
     )
+    if aux_losses is not None:
+        model.use_aux_losses(aux_losses)
     overlap = Overlap(model, sync.grads)
     reduction = Reduction(sync, me.groups.transfer, me.waiter, no_probe, overlap.collect)
     sums = forward_backward(

@@ -9,6 +9,7 @@ from collections.abc import Sequence
 import pytest
 import torch
 
+from nep.moe.aux_losses import AuxLosses
 from nep.planning.layout import Layout, Line, LineKind, Lines, arrange, axis_lines, normalize
 from nep.planning.plan import Lane, Plan
 from nep.planning.shapes import ModelShape, parameter_lines
@@ -149,3 +150,28 @@ def test_the_loss_counts_each_token_once() -> None:
     )
     assert max(losses.values()) < 0.5 * sum(losses.values())
     assert all(torch.isfinite(torch.tensor(list(losses.values()))))
+
+
+@pytest.mark.parametrize("name", ["tp3 of 4 heads", "two lanes in one replica, unlike", "a lane without sequences"])
+@pytest.mark.parametrize("losses", [AuxLosses(z=0.3), AuxLosses(balance=0.5), AuxLosses(z=0.2, balance=0.4)])
+def test_auxiliary_losses_do_not_depend_on_the_partition(name: str, losses: AuxLosses) -> None:
+    """Per token, and per sequence with the counts of the lane; in micro-batches of any size."""
+    _, lanes, shares, shape = next(topology for topology in TOPOLOGIES if topology[0] == name)
+    lines = parameter_lines(shape)
+    plan = lane_plan(lanes, shape, shares)
+    states = {slot: make_state(plan, slot, lines) for slot in plan.slots}
+    sums = run_slots(
+        plan.replicas,
+        lambda me: step_sums(me, states[me.slot], shape, 1, losses)[1],
+        lanes=[lane.slots for lane in plan.lanes],
+    )
+    tokens, targets = samples().train_batch(0, BATCH)
+    loss, expected = reference_gradients(
+        shape, whole_model(lines), tokens, targets, z_loss=losses.z, balance_loss=losses.balance
+    )
+    _, without = reference_gradients(shape, whole_model(lines), tokens, targets)
+    router = "layers.0.moe.router.weight"
+    assert (expected[router] - without[router]).abs().max() > 0.01 * without[router].abs().max()
+    owned = collect(plan.owners, {slot: state.owned.grad_sum for slot, state in states.items()}, lines)
+    assert_close({name: tensor / targets.size for name, tensor in owned.items()}, expected)
+    assert sum(sums.values()) / targets.size == pytest.approx(loss, rel=1e-12)

@@ -48,6 +48,8 @@ def lower_bound(problem: Problem) -> Bound:
 
     A pool of memory for all layers does not bind any one of them and is left out.
     """
+    if not (problem.work_s.any() or problem.row_s.any()):
+        problem = replace(problem, tokens=np.zeros_like(problem.tokens))  # only pieces cost anything
     rate, piece = _rates(problem)
     parts: dict[Binding, Floats] = {
         "work": (problem.tokens.sum(axis=1) + problem.num_experts * piece) / rate.sum(),
@@ -57,9 +59,10 @@ def lower_bound(problem: Problem) -> Bound:
     parts["hot expert"] = _hot_bound(problem, rate, piece, np.max(list(parts.values()), axis=0))
     names = get_args(Binding)
     table = np.stack([parts[name] for name in names])
-    # The first of equals: a bound has to be above plain work to be named.
-    margin = np.where(np.arange(len(names)) > 0, 1 - 1e-9, 1.0)
-    which = (table * margin[:, None]).argmax(axis=0)
+    # Plain work is named unless something else is above it, and hot experts, whose bound starts from the
+    # others, only where they add to them.
+    margin = {"work": 1.0, "hot expert": 1 - 1e-6}
+    which = (table * np.array([[margin.get(name, 1 - 1e-9)] for name in names])).argmax(axis=0)
     return Bound(seconds=table.max(axis=0), binds=tuple(names[index] for index in which), parts=parts)
 
 
@@ -91,7 +94,6 @@ def _rates(problem: Problem) -> tuple[Floats, float]:
     row_s = float(problem.row_s.sum()) / tokens
     seconds = token_s / problem.speeds + row_s
     if not seconds.any():
-        # Only pieces cost anything: let a slot's rate be its speed.
         return np.where(problem.usable, problem.speeds, 0.0), problem.piece_s
     rate = np.where(problem.usable, 1 / seconds, 0.0)
     piece = problem.piece_s * float((rate / problem.speeds)[problem.usable].min())

@@ -210,7 +210,7 @@ def _offer_window(best: _Best, bound: Bound) -> None:
     if (best.seconds - bound.seconds)[layers].sum() < _NEAR_BOUND * best.seconds.sum():
         layers = layers[:0]
     rest = whole.num_layers - layers.size
-    note = f"left out in {rest} layers, where the rows of its cuts cost more than could be won" if rest else ""
+    note = f"left out in {rest} layers, where its rows would cost more than there is to be won" if rest else ""
     if layers.size == 0:
         best.skip("window cut", note)
         return
@@ -255,9 +255,12 @@ def _place_in_pool(problem: Problem, pool: Integers, cut: bool) -> Placement:
         seconds[last] = tight.seconds
         considered += tuple(replace(one, name=f"{one.name} (tight memory)") for one in tight.considered)
         plain = considered[0]
-        if last.size == layers or (plain.layers == layers and plain.seconds < seconds.sum()):
-            # Making up cost more than it won: every layer within its part of the memory.
-            return _place_by_layer(split, split, cut)
+        lost = plain.layers == layers and plain.seconds < seconds.sum()
+        if lost or last.size * 4 > layers:
+            # Much has to be made up for: perhaps every layer does better with its own part of the memory.
+            apart = _place_by_layer(split, split, cut)
+            if apart.total_s <= seconds.sum():
+                return apart
     return Placement(units=np.swapaxes(result, 1, 2), seconds=seconds, bound=found.bound, considered=considered)
 
 

@@ -7,6 +7,7 @@ import torch
 import torch.nn.functional as F
 
 import models.mixtral
+from nep.moe.lane import SingleSlotLane
 from models.mixtral import MixtralModel, build
 from nep.planning.layout import LineKind
 from nep.planning.shapes import PRESETS, ModelShape, preset
@@ -148,7 +149,7 @@ def test_norm_computes_in_float32() -> None:
 def test_angles_are_not_rounded_before_their_sine(dtype: torch.dtype, tolerance: float) -> None:
     # position 4095 in bfloat16 is 4096, a radian off
     tokens_bt = torch.zeros(1, 4096, dtype=torch.int64)
-    positions = models.mixtral._positions(dataclasses.replace(TINY, max_seq_len=4096), tokens_bt, dtype)
+    positions = models.mixtral._positions(dataclasses.replace(TINY, max_seq_len=4096), tokens_bt, dtype, SingleSlotLane())
     angles = [position * TINY.rope_theta ** (-2 / TINY.head_dim) for position in range(4096)]
     expected = torch.tensor(angles, dtype=torch.float64)
     for channel, sign in ((1, -1), (1 + TINY.head_dim // 2, 1)):

@@ -53,11 +53,11 @@ class ReversingDispatcher:
 def test_a_dispatcher_changes_the_way_and_not_the_result() -> None:
     layer = layer_of()
     x_td = torch.randn(6, 8, dtype=torch.float64)
-    y_td, num_tokens_per_expert = layer(x_td)
+    y_td, num_tokens_per_expert, _ = layer(x_td)
     expected = torch.autograd.grad(y_td.square().sum(), list(layer.parameters()))
 
     layer.dispatcher = ReversingDispatcher()
-    other_td, other_counts = layer(x_td)
+    other_td, other_counts, _ = layer(x_td)
     torch.testing.assert_close(other_td, y_td, rtol=1e-12, atol=1e-12)
     assert torch.equal(other_counts, num_tokens_per_expert)
     found = torch.autograd.grad(other_td.square().sum(), list(layer.parameters()))
@@ -68,7 +68,7 @@ def test_a_dispatcher_changes_the_way_and_not_the_result() -> None:
 def test_counts_are_the_router_s() -> None:
     layer = layer_of()
     x_td = torch.randn(20, 8, dtype=torch.float64)
-    _, num_tokens_per_expert = layer(x_td)
+    _, num_tokens_per_expert, _ = layer(x_td)
     assert num_tokens_per_expert.dtype == torch.int64
     ids = layer.router(x_td).expert_ids_tk.flatten().tolist()
     assert num_tokens_per_expert.tolist() == [ids.count(expert) for expert in range(4)]
@@ -76,7 +76,7 @@ def test_counts_are_the_router_s() -> None:
 
 def test_no_tokens_give_zero_gradients_for_everything() -> None:
     layer = layer_of()
-    y_td, num_tokens_per_expert = layer(torch.empty(0, 8, dtype=torch.float64))
+    y_td, num_tokens_per_expert, _ = layer(torch.empty(0, 8, dtype=torch.float64))
     y_td.sum().backward()
     assert not num_tokens_per_expert.any()
     for name, parameter in layer.named_parameters():

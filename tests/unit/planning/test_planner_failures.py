@@ -8,7 +8,7 @@ from hypothesis import assume, given
 from hypothesis import strategies as st
 
 from nep.planning.cluster import Cluster
-from nep.planning.layout import Lines, arrange, axes, axis_lines, axis_unit_numel, normalize
+from nep.planning.layout import Lines, arrange, axes, axis_lines, axis_unit_numel
 from nep.planning.plan import Plan
 from nep.planning.planner import lost_intervals, plan_after_failure, plan_from_scratch, plan_mirrors
 from nep.planning.transfer import fetch

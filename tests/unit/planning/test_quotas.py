@@ -1,6 +1,7 @@
 import hashlib
 import json
 from fractions import Fraction
+from itertools import pairwise
 from math import ceil
 from pathlib import Path
 
@@ -195,7 +196,7 @@ def test_quotas_of_the_next_window_balance_a_placement_for_this_one(data_dir: Pa
     windows = deepseek_prefill(data_dir)
     limits = SlotLimits.uniform(32, 9, slots_per_domain=8)
     balance = []
-    for planned, then in zip(windows[:-1], windows[1:], strict=True):
+    for planned, then in pairwise(windows):
         solver = QuotaSolver(place_copies(ExpertLoads(mean=planned), limits), limits.speeds_ppm)
         tokens = solver.slot_tokens(then)
         balance.append(float((tokens.mean(axis=1) / tokens.max(axis=1)).mean()))

@@ -1,24 +1,13 @@
 """The benchmark of planners as a command: output, and what it refuses."""
 
 import dataclasses
-import importlib.util
 import json
 from pathlib import Path
-from types import ModuleType
 
 import pytest
 
+import scripts.bench_planner as bench
 from nep.testing.planner_bench.cases import Case, synthetic_cases
-
-SCRIPT = Path(__file__).parents[3] / "scripts" / "bench_planner.py"
-
-
-@pytest.fixture(scope="module")
-def bench() -> ModuleType:
-    spec = importlib.util.spec_from_file_location("bench_planner", SCRIPT)
-    module = importlib.util.module_from_spec(spec)
-    spec.loader.exec_module(module)
-    return module
 
 
 def small(case: Case) -> Case:
@@ -27,7 +16,7 @@ def small(case: Case) -> Case:
     return dataclasses.replace(case, shape=shape, windows=case.windows[:3, :2])
 
 
-def test_one_object_keyed_by_case_and_planner_is_the_last_line(bench, monkeypatch, capsys, tmp_path: Path) -> None:
+def test_one_object_keyed_by_case_and_planner_is_the_last_line(monkeypatch, capsys, tmp_path: Path) -> None:
     cases = [small(case) for case in synthetic_cases() if "hot" in case.name or "61" in case.name]
     monkeypatch.setattr(bench, "synthetic_cases", lambda: iter(cases))
     (tmp_path / "eplb.py").write_text(
@@ -57,7 +46,7 @@ def test_one_object_keyed_by_case_and_planner_is_the_last_line(bench, monkeypatc
         (["--no-such-option"], "--no-such-option"),
     ],
 )
-def test_bad_input_is_one_line_and_exit_code_2(bench, arguments: list[str], message: str, capsys) -> None:
+def test_bad_input_is_one_line_and_exit_code_2(arguments: list[str], message: str, capsys) -> None:
     assert bench.main(arguments) == 2
     error = capsys.readouterr().err
     assert message in error and error.count("\n") == 1
