@@ -89,6 +89,11 @@ def redeal_cut(cut: Integers, held: Held, units_per_expert: int) -> list[list[In
     num_experts = cut.shape[1]
     before = count_cut(held, num_experts, units_per_expert)
     changed = (before != cut).any(axis=2)
+    for layer, of_slots in enumerate(held):
+        everything = [interval for intervals in of_slots for interval in intervals]
+        if count_units(everything) > count_units(normalize(everything)):
+            # Some unit is held twice: where the cut has no copies, equal counts may hide that another is missing.
+            changed[layer] |= cut[layer].sum(axis=1) <= units_per_expert
     dealt: list[list[Intervals]] = []
     for layer, of_slots in enumerate(held):
         now = list(of_slots)

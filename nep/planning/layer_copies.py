@@ -60,9 +60,12 @@ class LayerCopies:
         tokens: of each expert, at least 1.
         limits: the slots.
         previous: ``[experts, slots]``, the copies that slots have the weights of.
+        needed: copies that every expert should keep or get: 1 or 2.
     """
 
-    def __init__(self, copies: Copies, tokens: Sequence[int], limits: SlotLimits, previous: Copies) -> None:
+    def __init__(
+        self, copies: Copies, tokens: Sequence[int], limits: SlotLimits, previous: Copies, needed: int = 1
+    ) -> None:
         experts, slots = copies.shape
         self.tokens = list(tokens)
         self.speeds = list(limits.speeds_ppm)
@@ -74,7 +77,7 @@ class LayerCopies:
         self.average = sum(self.tokens) / sum(self.speeds[slot] for slot in self.slots)
         self._domains = limits.domains
         self._several_domains = len({limits.domains[slot] for slot in self.slots}) > 1
-        self._needed = min(limits.needed_copies(experts), len(self.slots))
+        self._needed = min(needed, len(self.slots))
         self._shared: set[int] = set()
         self._single_tokens = [0] * slots
         for expert, slot in zip(*(array.tolist() for array in np.nonzero(copies)), strict=True):
@@ -90,7 +93,7 @@ class LayerCopies:
         return result
 
     def lacking(self) -> list[int]:
-        """Experts with fewer copies than `SlotLimits.needed_copies`, those without any first, then the heaviest."""
+        """Experts with fewer copies than needed, those without any first, then the heaviest."""
         few = [expert for expert, hosts in enumerate(self.hosts) if len(hosts) < self._needed]
         return sorted(few, key=lambda expert: (len(self.hosts[expert]), -self.tokens[expert], expert))
 
@@ -116,7 +119,7 @@ class LayerCopies:
     def removable(self, expert: int, slot: int) -> bool:
         """Whether an expert can do without its copy there and stays in two fault domains if it was."""
         hosts = self.hosts[expert]
-        if len(hosts) <= max(1, self._needed):
+        if len(hosts) <= self._needed:
             return False
         before = {self._domains[host] for host in hosts}
         after = {self._domains[host] for host in hosts if host != slot}

@@ -44,7 +44,8 @@ def plan_copies(loads: ExpertLoads, limits: SlotLimits, *, num_copies: int | Non
     speed = sum(speed for speed, places in zip(limits.speeds_ppm, limits.places, strict=True) if places)
     anywhere = np.ones(copies.shape[1:], dtype=np.int8)
     for index in np.flatnonzero(level > _UNEVEN * tokens.sum(axis=1) / speed).tolist():
-        layer = LayerCopies(copies[index], tokens[index].tolist(), limits, anywhere)
+        needed = _needed(copies[index], limits)
+        layer = LayerCopies(copies[index], tokens[index].tolist(), limits, anywhere, needed)
         _improve([layer], 0.0, None)
         copies[index] = layer.copies()
     return copies
@@ -79,7 +80,10 @@ def adapt_copies(
         layer, expert = np.argwhere(copies.sum(axis=2) == 0)[0].tolist()
         raise ValueError(f"copies[{layer}] has no copy of expert {expert}; use repair_copies")
     tokens = whole_tokens(loads)
-    layers = [LayerCopies(layer, tokens[index].tolist(), limits, layer) for index, layer in enumerate(copies)]
+    layers = [
+        LayerCopies(layer, tokens[index].tolist(), limits, layer, _needed(layer, limits))
+        for index, layer in enumerate(copies)
+    ]
     _improve(layers, min_gain, max_moved)
     return np.stack([layer.copies() for layer in layers])
 
@@ -96,7 +100,8 @@ def repair_copies(
     """The placement after slots were lost: survivors keep what they have, but for what makes room.
 
     An expert that lost its last copy gets a new one on a free place, or instead of a copy of an expert that has
-    others; so does one with a single copy if there is memory for two of each. Then moves as in `adapt_copies`.
+    others; so does one with a single copy if every expert had two and there is memory for that. Then moves as in
+    `adapt_copies`.
 
     Args:
         copies: ``[layers, experts, slots]``, before the loss.
@@ -120,11 +125,17 @@ def repair_copies(
     tokens = whole_tokens(loads)
     layers: list[LayerCopies] = []
     for index, held in enumerate(before):
-        layer = LayerCopies(held, tokens[index].tolist(), left, held)
+        layer = LayerCopies(held, tokens[index].tolist(), left, held, _needed(copies[index], left))
         _replace_lost(layer)
         layers.append(layer)
     _improve(layers, min_gain, max_extra)
     return np.stack([layer.copies() for layer in layers])
+
+
+def _needed(layer: Copies, limits: SlotLimits) -> int:
+    """Copies that every expert of a layer should have: 2 if all have, and memory for it remains."""
+    experts = layer.shape[0]
+    return min(limits.needed_copies(experts), max(1, int(layer.sum(axis=1).min())))
 
 
 def _replace_lost(layer: LayerCopies) -> None:

@@ -20,7 +20,7 @@ def router_of(dtype: torch.dtype, top_k: int) -> TopKRouter:
 def test_weights_are_the_largest_probabilities_renormalised(top_k: int) -> None:
     router = router_of(torch.float64, top_k)
     x_td = torch.randn(10, 8, dtype=torch.float64, generator=torch.Generator().manual_seed(2))
-    expert_ids_tk, weights_tk = router(x_td)
+    expert_ids_tk, weights_tk, _ = router(x_td)
     for token, (ids, weights) in enumerate(zip(expert_ids_tk.tolist(), weights_tk.tolist(), strict=True)):
         exponentials = [math.exp(x_td[token].dot(router.weight.detach()[expert])) for expert in range(6)]
         chosen = sorted(range(6), key=lambda expert: -exponentials[expert])[:top_k]
@@ -34,7 +34,7 @@ def test_weights_are_the_largest_probabilities_renormalised(top_k: int) -> None:
     [(torch.bfloat16, torch.float32), (torch.float32, torch.float32), (torch.float64, torch.float64)],
 )
 def test_weights_have_at_least_float32(dtype: torch.dtype, weights_dtype: torch.dtype) -> None:
-    expert_ids_tk, weights_tk = router_of(dtype, 2)(torch.ones(3, 8, dtype=dtype))
+    expert_ids_tk, weights_tk, _ = router_of(dtype, 2)(torch.ones(3, 8, dtype=dtype))
     assert weights_tk.dtype == weights_dtype
     assert expert_ids_tk.dtype == torch.int64
 

@@ -15,6 +15,7 @@ import pytest
 import torch
 
 from nep.fault_tolerance.injection import Failure
+from nep.moe.aux_losses import AuxLosses
 from nep.parallel.optimizer import OptimizerConfig
 from nep.planning.shapes import preset
 from nep.train.config import TrainConfig
@@ -51,7 +52,7 @@ WRONG: dict[str, tuple[dict[str, Any], str]] = {
     "timeout_base_s": ({"timeout_base_s": 0.0}, "timeout_base_s (0.0)"),
     "timeout_base_s not a number": ({"timeout_base_s": math.nan}, "timeout_base_s (nan)"),
     "timeout_base_s without end": ({"timeout_base_s": math.inf}, "timeout_base_s (inf)"),
-    "aux_loss_coefficient": ({"aux_loss_coefficient": 1e-2}, "aux_loss_coefficient (0.01)"),
+    "aux_loss_coefficient": ({"aux_losses": AuxLosses(balance=-1.0)}, "aux_loss_coefficient (-1.0)"),
     "backend": ({"backend": "nccl"}, "'nccl'"),
     "redundancy": ({"redundancy": "host"}, "'host'"),
     "optimizer": ({"optimizer": OptimizerConfig(lr=-1.0)}, "lr (-1.0)"),
@@ -76,13 +77,13 @@ def test_all_problems_come_in_one_error(run_dir: Path, tmp_path: Path) -> None:
         micro_batch_size=0,
         backend="nccl",
         redundancy="host",
-        aux_loss_coefficient=0.5,
+        aux_losses=AuxLosses(balance=-0.5),
         optimizer=OptimizerConfig(lr=0.0, clip_norm=-1.0),
         json=tmp_path / "missing" / "train.json",
         failures=(Failure(slot=9, step=1), Failure(slot=0, step=7)),
     )
     expected = (
-        "steps (0)", "micro_batch_size (0)", "'nccl'", "'host'", "aux_loss_coefficient (0.5)", "lr (0.0)",
+        "steps (0)", "micro_batch_size (0)", "'nccl'", "'host'", "aux_loss_coefficient (-0.5)", "lr (0.0)",
         "clip_norm (-1.0)", "json (", "slot 9 does not exist", "step 7",
     )  # fmt: skip
     assert [named for named in expected if named not in text] == []
