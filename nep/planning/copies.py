@@ -111,7 +111,8 @@ def whole_tokens(loads: ExpertLoads) -> Ints:
     """
     largest = loads.mean.max(axis=1, keepdims=True)
     shares = np.where(largest > 0, loads.mean / np.where(largest > 0, largest, 1.0), 1.0)
-    return np.maximum(np.rint(shares * _SCALE), 1.0).astype(np.int64)
+    tokens: Ints = np.maximum(np.rint(shares * _SCALE), 1.0).astype(np.int64)
+    return tokens
 
 
 def count_copies(tokens: Ints, limits: SlotLimits, num_copies: int) -> Ints:

@@ -78,6 +78,7 @@ class StepTime:
             included, over all replicas.
         busiest_rows: rows that the busiest slot of a layer receives, over the mean of its replica's slots;
             mean over layers of the worst replica.
+        replica_seconds: forward and backward of each replica.
     """
 
     parts: Mapping[str, float]
@@ -87,6 +88,7 @@ class StepTime:
     rounds: int
     rows_per_token: float
     busiest_rows: float
+    replica_seconds: tuple[float, ...] = ()
 
     def __getitem__(self, part: str) -> float:
         return self.parts[part]
@@ -153,6 +155,7 @@ def step_time(
         rounds=replicas[slowest].rounds,
         rows_per_token=rows / tokens if tokens else 0.0,
         busiest_rows=max(replica.busiest_rows for replica in replicas),
+        replica_seconds=tuple(replica.seconds for replica in replicas),
     )
 
 
@@ -318,12 +321,14 @@ def _between_replicas(
 
     messages = shape.num_layers if workload.buckets else 1
     wide, narrow = workload.accumulation_bytes, workload.parameter_bytes
-    to_owners = grad_traffic(plan, lines, domains, workload.grad_sync)
-    to_mirrors = mirror_traffic(plan, lines, domains)
+    inside_classes, straight = grad_traffic(plan, lines, domains, workload.grad_sync)
+    # In flight together. A slot that is cut like no other sends straight to owners while the others are busy with
+    # their collectives, so what counts is the slot whose links carry most, not the sum of two different busiest.
+    to_owners = inside_classes + straight
     for part, traffic, size in (
-        *(("grad_sync", traffic, wide) for traffic in to_owners),
-        ("mirror", to_mirrors, wide),
-        *(("parameter_return", traffic, narrow) for traffic in to_owners),
+        ("grad_sync", to_owners, wide),
+        ("mirror", mirror_traffic(plan, lines, domains), wide),
+        ("parameter_return", to_owners, narrow),
     ):
         seconds = traffic.seconds(hardware, size, messages)
         if seconds.max() > 0:

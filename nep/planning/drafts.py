@@ -18,7 +18,7 @@ from nep.planning.costs import PlacementCost
 from nep.planning.dealing import Integers, deal_cut, redeal_cut
 from nep.planning.hardware import scale_up_domains
 from nep.planning.intervals import Interval, Intervals, subtract, union
-from nep.planning.lanes import batch_choices, form_lanes, hold_dense, make_lanes
+from nep.planning.lanes import batch_choices, form_lanes, hold_dense, make_lanes, share_by_pace
 from nep.planning.layout import Layout, axis_unit_numel, count_units
 from nep.planning.loads import ExpertLoads
 from nep.planning.memory_model import (
@@ -29,7 +29,7 @@ from nep.planning.memory_model import (
     step_memory,
 )
 from nep.planning.mirrors import place_mirrors
-from nep.planning.plan import Plan
+from nep.planning.plan import Lane, Plan
 from nep.planning.planner import lost_intervals
 from nep.planning.replica_cuts import CutsFromScratch, Prices, Slots, adapt_cuts, held_by
 from nep.planning.request import PlanRequest
@@ -42,6 +42,7 @@ Limits = Mapping[int, int]
 """slot -> units of experts, over all layers, that it has memory for."""
 
 _MEMORY_ROUNDS = 8
+_PACE_ROUNDS = 4
 
 
 @dataclass(frozen=True, kw_only=True, eq=False)
@@ -479,8 +480,8 @@ class Drafter:
 
     def _time(self, plan: Plan, shares: NDArray[np.float64] | None) -> tuple[StepTime, Plan]:
         """The plan with the fastest way to share its batch; the plan itself if none is faster."""
-        best: tuple[StepTime, Plan] | None = None
-        for lanes in batch_choices(plan.lanes, self.speeds_ppm):
+
+        def timed(lanes: tuple[Lane, ...]) -> tuple[StepTime, Plan]:
             other = plan if lanes == plan.lanes else replace(plan, lanes=lanes)
             time = step_time(
                 other,
@@ -491,9 +492,15 @@ class Drafter:
                 loads=self.loads,
                 shares=shares,
             )
-            if best is None or time.total < best[0].total:
-                best = time, other
-        assert best is not None
+            return time, other
+
+        best = min((timed(lanes) for lanes in batch_choices(plan.lanes, self.speeds_ppm)), key=_total)
+        # Replicas that are cut differently keep another pace: share by what was predicted, as long as that helps.
+        for _ in range(_PACE_ROUNDS if len(plan.replicas) > 1 else 0):
+            better = timed(share_by_pace(best[1].lanes, best[0].replica_seconds))
+            if better[0].total >= best[0].total:
+                break
+            best = better
         return best
 
     def transfers(self, current: Plan, plan: Plan) -> tuple[dict[str, Transfer], tuple[tuple[str, int, int], ...]]:
@@ -522,6 +529,10 @@ class Drafter:
             for kind, sources, wanted, have in moves
         }
         return found, lost
+
+
+def _total(timed: tuple[StepTime, Plan]) -> float:
+    return timed[0].total
 
 
 def _both(first: Layout, second: Layout) -> Layout:

@@ -62,6 +62,34 @@ def batch_choices(lanes: Sequence[Lane], speeds_ppm: Mapping[int, int]) -> list[
     ]
 
 
+def share_by_pace(lanes: Sequence[Lane], seconds: Sequence[float]) -> tuple[Lane, ...]:
+    """Shares the batch so that replicas which are cut differently would take equally long.
+
+    Args:
+        lanes: with the shares that `seconds` were predicted for.
+        seconds: what each replica takes for its share; one without sequences gets none.
+    """
+    sequences = [0] * len(seconds)
+    for lane in lanes:
+        sequences[lane.replica] += lane.num_sequences
+    # Integers of nine digits: the same bits everywhere, and finer than any prediction.
+    paces = [number / second if second > 0 else 0.0 for number, second in zip(sequences, seconds, strict=True)]
+    fastest = max(paces)
+    if fastest == 0.0:
+        return tuple(lanes)
+    shares = split_sequences(sum(sequences), [round(pace / fastest * 1_000_000_000) for pace in paces])
+    parts: dict[int, tuple[int, ...]] = {}
+    for replica, share in enumerate(shares):
+        sizes = [len(lane.slots) for lane in lanes if lane.replica == replica]
+        parts[replica] = split_sequences(share, sizes) if sizes else ()
+    places = [0] * len(seconds)
+    shared = []
+    for lane in lanes:
+        shared.append(replace(lane, num_sequences=parts[lane.replica][places[lane.replica]]))
+        places[lane.replica] += 1
+    return tuple(shared)
+
+
 def form_lanes(
     replicas: Sequence[Sequence[int]], width: int, domains: Mapping[int, int]
 ) -> list[tuple[int, tuple[int, ...]]]:

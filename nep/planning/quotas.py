@@ -193,10 +193,17 @@ def _tree_limits(
         tokens: what each slot has besides.
         speeds: of all slots.
     """
+    tokens = list(tokens)
     limits = [0] * len(speeds)
     problems = [(branches, slots)]
     while problems:
         branches, slots = problems.pop()
+        if not branches or len(slots) == 1:
+            for slot in slots:
+                limits[slot] = tokens[slot]
+            for expert, _, _ in branches:
+                limits[slots[0]] += movable[expert]
+            continue
         total = sum([tokens[slot] for slot in slots]) + sum([movable[branch[0]] for branch in branches])
         speed = sum([speeds[slot] for slot in slots])
         for slot in slots:
@@ -204,19 +211,20 @@ def _tree_limits(
         over_slots, over_experts = _overflow(branches, slots, movable, tokens, limits)
         if not over_slots:
             continue
-        problems.append(
-            (
-                [branch for branch in branches if branch[0] in over_experts],
-                [slot for slot in slots if slot in over_slots],
-            )
-        )
-        # Slots that overflow take nothing from the other experts.
-        others = [
-            (expert, -1 if above in over_slots else above, [host for host in below if host not in over_slots])
-            for expert, above, below in branches
-            if expert not in over_experts
-        ]
-        problems.append((others, [slot for slot in slots if slot not in over_slots]))
+        inside = [branch for branch in branches if branch[0] in over_experts]
+        problems.append((inside, [slot for slot in slots if slot in over_slots]))
+        outside: list[_Branch] = []
+        for expert, above, below in branches:
+            if expert not in over_experts:
+                # Slots that overflow take nothing from the other experts.
+                kept = [host for host in below if host not in over_slots]
+                if above >= 0 and above not in over_slots:
+                    outside.append((expert, above, kept))
+                elif len(kept) == 1:
+                    tokens[kept[0]] += movable[expert]
+                else:
+                    outside.append((expert, -1, kept))
+        problems.append((outside, [slot for slot in slots if slot not in over_slots]))
     return limits
 
 
@@ -224,7 +232,7 @@ def _overflow(
     branches: list[_Branch], slots: list[int], movable: dict[int, int], tokens: list[int], limits: list[int]
 ) -> tuple[set[int], set[int]]:
     """Slots that cannot keep to their limits, and the experts whose tokens have nowhere else to go."""
-    have = {slot: tokens[slot] for slot in slots}
+    have = list(tokens)
     rising: dict[int, list[_Branch]] = {}
     over_experts: set[int] = set()
     over: list[int] = []
@@ -236,20 +244,24 @@ def _overflow(
             if room > 0:
                 left -= room
         if left > 0:
-            if above >= 0:
-                have[above] += left
-                rising.setdefault(above, []).append(branch)
-            else:
+            if above < 0:
                 over_experts.add(expert)
                 over += below
+            else:
+                have[above] += left
+                if above in rising:
+                    rising[above].append(branch)
+                else:
+                    rising[above] = [branch]
     over += [slot for slot in slots if have[slot] > limits[slot]]
     found = set(over)
     for slot in over:
         for expert, _, below in rising.get(slot, ()):
             over_experts.add(expert)
-            new = [host for host in below if host not in found]
-            found.update(new)
-            over += new
+            for host in below:
+                if host not in found:
+                    found.add(host)
+                    over.append(host)
     return found, over_experts
 
 

@@ -47,6 +47,11 @@ class Traffic:
         """Nothing, to be added to."""
         return cls(tuple(slots), np.zeros((2, len(slots))), np.zeros((2, len(slots))))
 
+    def __add__(self, other: "Traffic") -> "Traffic":
+        """Both at the same time: each slot's links carry the one and the other."""
+        waited_for = [part.hops for part in (self, other) if part.busiest.any()]
+        return Traffic(self.slots, self.sent + other.sent, self.received + other.received, sum(waited_for) or 1)
+
     @property
     def busiest(self) -> Floats:
         """[2, s]: the larger direction of each link, since both run at once."""
@@ -108,24 +113,27 @@ def grad_traffic(
     interned: dict[tuple[int, ...], tuple[int, ...]] = {}
     unit_numel = axis_unit_numel(lines)
     for axis, line in axis_lines(lines).items():
-        classes = _classes(plan.holders.by_slot(axis), interned)
+        holders, owners = plan.holders.by_slot(axis), plan.owners.by_slot(axis)
+        classes = _classes(holders, interned)
+        # Looked up once: a tuple of thousands of slots is hashed anew every time.
+        inside = [collective[members] for members in classes]
+        straight = [direct[members] for members in classes]
         if method == "reduce_scatter" and list(classes.values()) == [((0, line.num_units),)]:
             # Most axes: everybody holds all of it, so there is nothing to look for.
-            (everybody,) = classes
-            for owner, owned in plan.owners.by_slot(axis).items():
-                collective[everybody][owner] += float(count_units(owned) * unit_numel[axis])
+            for owner, owned in owners.items():
+                into = inside if owner in holders else straight
+                into[0][owner] += float(count_units(owned) * unit_numel[axis])
             continue
-        members = [frozenset(slots) for slots in classes]
         # Owners are told from classes by their sign: class i is i, the owner in slot s is -2 - s.
         cut: dict[int, Intervals] = dict(enumerate(classes.values()))
-        cut |= {-2 - slot: owned for slot, owned in plan.owners.by_slot(axis).items()}
-        slots_of = list(classes)
+        cut |= {-2 - slot: owned for slot, owned in owners.items()}
+        class_of = {slot: index for index, members in enumerate(classes) for slot in members}
         for lo, hi, who in segments(cut, [(0, line.num_units)]):
             size = float((hi - lo) * unit_numel[axis])
             for owner in (-2 - entry for entry in who if entry < 0):
                 for index in (entry for entry in who if entry >= 0):
-                    inside = method == "reduce_scatter" and owner in members[index]
-                    (collective if inside else direct)[slots_of[index]][owner] += size
+                    member = method == "reduce_scatter" and class_of.get(owner) == index
+                    (inside if member else straight)[index][owner] += size
     return _collectives(plan.slots, collective, domains), _sums(plan.slots, direct, domains)
 
 
@@ -196,6 +204,8 @@ def _sums(
     traffic = Traffic.none(slots)
     position = {slot: index for index, slot in enumerate(slots)}
     for members, owned in direct.items():
+        if not owned:
+            continue
         places = np.array([position[slot] for slot in members])
         domain = np.array([domains[slot] for slot in members])
         here, counts = np.unique(domain, return_counts=True)
@@ -231,7 +241,7 @@ def _collectives(
     position = {slot: index for index, slot in enumerate(slots)}
     hops = 1
     for members, owned in collective.items():
-        if len(members) == 1:
+        if len(members) == 1 or not owned:
             continue
         domain = np.array([domains[slot] for slot in members])
         _, which, counts = np.unique(domain, return_inverse=True, return_counts=True)

@@ -2,6 +2,7 @@
 
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
+from functools import cached_property
 
 import numpy as np
 from numpy.typing import NDArray
@@ -59,12 +60,12 @@ class HeldExperts:
     units_per_expert: int
     layers: tuple[int, ...]
 
-    @property
+    @cached_property
     def whole(self) -> NDArray[np.float64]:
         """[slots], whole experts, mean over layers."""
         return self._mean((self.rows == self.units_per_expert).sum(axis=1))
 
-    @property
+    @cached_property
     def slices(self) -> NDArray[np.float64]:
         """[slots], experts of which only a part is held, mean over layers."""
         return self._mean(((self.rows > 0) & (self.rows < self.units_per_expert)).sum(axis=1))

@@ -134,7 +134,7 @@ def result_rows(request: PlanRequest, planned: Planned) -> list[tuple[str, str]]
         ("step", f"{time_text(step.total)}, {rate:.2f} sequences/s{share}"),
         ("balance", f"{report.balance:.4f} (mean over max of load per speed)"),
         ("rows", f"{step.rows_per_token:.2f} sent per token and layer, {step.busiest_rows:.2f} times the mean busiest"),
-        ("experts", _bound_text(report)),
+        ("bound", _bound_text(report)),
         ("binds", report.binds),
         ("to get there", f"{bytes_text(report.moved_bytes)} in {time_text(report.move_s)}"),
     ]
@@ -150,8 +150,12 @@ def result_rows(request: PlanRequest, planned: Planned) -> list[tuple[str, str]]
 
 
 def _bound_text(report: PlanReport) -> str:
-    share = f" ({report.bound_s / report.layers_s:.1%} of what is possible)" if report.layers_s > 0 else ""
-    return f"{time_text(report.layers_s)} in the expert layers, {time_text(report.bound_s)} at best{share}"
+    """How near the expert layers are to what could be, in the prices that placement goes by."""
+    share = f"{report.bound_s / report.layers_s:.1%}" if report.layers_s > 0 else "all"
+    return (
+        f"{share} of what is possible in the expert layers: {time_text(report.layers_s)}, at best "
+        f"{time_text(report.bound_s)} (where every expert of a token costs a row)"
+    )
 
 
 def _slots(request: PlanRequest, planned: Planned, width: int) -> str:

@@ -12,7 +12,7 @@ from numpy.typing import NDArray
 from nep.planning.placement.problem import Floats, Integers
 from nep.planning.placement.state import State
 
-TINY = 1e-300
+TINY = 1e-150
 _TAKERS = 8
 
 
@@ -106,16 +106,20 @@ def pieces(state: State, layers: Integers, slots: Integers) -> tuple[Integers, I
     held = state.held[layers, slots]
     free = held if state.fixed is None else held - state.fixed[layers, slots]
     rows = free.reshape(-1, free.shape[-1])
-    row, expert = np.nonzero(rows)
+    row, expert = np.divmod(np.flatnonzero(rows != 0), rows.shape[1])
     counts = np.bincount(row, minlength=rows.shape[0])
     place = np.arange(row.size) - np.repeat(np.cumsum(counts) - counts, counts)
-    shape = (rows.shape[0], max(1, int(counts.max(initial=0))))
-    experts, may_go, there = (np.zeros(shape, dtype=np.int64) for _ in range(3))
-    experts[row, place] = expert
-    may_go[row, place] = rows[row, expert]
-    there[row, place] = held.reshape(rows.shape)[row, expert]
-    wide = (*free.shape[:-1], shape[1])
-    return experts.reshape(wide), may_go.reshape(wide), there.reshape(wide)
+    wide = (*free.shape[:-1], max(1, int(counts.max(initial=0))))
+    into = row * wide[-1] + place
+    found: list[Integers] = []
+    for values in (expert, rows[row, expert], None if state.fixed is None else held.reshape(rows.shape)[row, expert]):
+        if values is None:
+            found.append(found[1])
+            continue
+        array = np.zeros(wide, dtype=np.int64)
+        array.reshape(-1)[into] = values
+        found.append(array)
+    return found[0], found[1], found[2]
 
 
 def least_busy(seconds: Floats, busiest: Integers, count: int) -> Integers:

@@ -36,11 +36,15 @@ def cut_what_pays(problem: Problem, bound_s: Floats) -> State:
         # Many experts per slot: equal pieces, whose slots others fill up, so that no slot has all the rows.
         # Few of them: pieces as large as the deadline allows, which leave full slots behind.
         starts = [(1.0, problem.num_experts >= 3 * problem.num_slots)]
+    if len(starts) == 1:
+        state = State.empty(problem)
+        _place(state, bound_s, np.full(layers, starts[0][1]))
+        polish(state)
+        return state
     every = np.tile(np.arange(layers), len(starts))
     state = State.empty(problem.select(every))
     factors = np.repeat([factor for factor, _ in starts], layers)
-    equal = np.repeat([equal for _, equal in starts], layers)
-    _place(state, bound_s[every] * factors, equal)
+    _place(state, bound_s[every] * factors, np.repeat([equal for _, equal in starts], layers))
     polish(state)
     best = state.busiest_s().reshape(len(starts), layers).argmin(axis=0)
     chosen = best * layers + np.arange(layers)

@@ -115,16 +115,25 @@ def _place(problem: Problem, *, cut: bool) -> Placement:
     return _place_in_pool(problem, problem.pool, cut)
 
 
+@dataclass(frozen=True, kw_only=True, eq=False)
+class _Try:
+    """One way, the layers that it was tried in, and what came of it: ``[n]``, ``[n, S, E]``, ``[n]``."""
+
+    name: str
+    layers: Integers
+    held: Integers
+    seconds: Floats
+    note: str
+
+
 class _Best:
-    """The best cut of each layer so far, ``[L, S, E]``, and who found it."""
+    """The best cut of each layer so far, and who found it."""
 
     def __init__(self, problem: Problem) -> None:
         self.problem = problem
-        shape = (problem.num_layers, problem.num_slots, problem.num_experts)
-        self.held = np.zeros(shape, dtype=np.int64)
         self.seconds = np.full(problem.num_layers, np.inf)
-        self.winner = np.full(problem.num_layers, -1, dtype=np.int64)
-        self.tried: list[tuple[str, Integers, Floats, str]] = []
+        self._winner = np.full(problem.num_layers, -1, dtype=np.int64)
+        self._tries: list[_Try] = []
 
     def offer(self, name: str, layers: Integers, held: Integers, note: str = "") -> None:
         """Takes over what is better.
@@ -132,44 +141,45 @@ class _Best:
         Args:
             name: of the way that found it.
             layers: ``[n]``, which layers.
-            held: ``[n, S, E]``, a complete cut of these.
+            held: ``[n, S, E]``, a complete cut of these; not to be changed afterwards.
             note: of the other layers.
         """
         problem = self.problem if layers.size == self.problem.num_layers else self.problem.select(layers)
         seconds = slot_seconds(problem, held).max(axis=1)
         # By more than rounding, so that plans do not hang on the last bit; earlier ways are simpler ones.
-        better = np.flatnonzero(seconds < self.seconds[layers] * (1 - 1e-9))
-        self.held[layers[better]] = held[better]
-        self.seconds[layers[better]] = seconds[better]
-        self.winner[layers[better]] = len(self.tried)
-        self.tried.append((name, layers, seconds, note))
+        better = layers[seconds < self.seconds[layers] * (1 - 1e-9)]
+        self._winner[better] = len(self._tries)
+        self._tries.append(_Try(name=name, layers=layers, held=held, seconds=seconds, note=note))
+        self.seconds[layers] = np.where(np.isin(layers, better), seconds, self.seconds[layers])
 
     def skip(self, name: str, note: str) -> None:
         """Notes a way that was not worth trying."""
-        self.tried.append((name, np.arange(0), np.zeros(0), note))
-
-    def candidates(self) -> tuple[Candidate, ...]:
-        """What was tried, in order."""
-        return tuple(
-            Candidate(
-                name=name,
-                layers=int(layers.size),
-                chosen=int((self.winner == index).sum()),
-                seconds=float(seconds.sum()),
-                chosen_seconds=float(self.seconds[layers].sum()),
-                note=note,
-            )
-            for index, (name, layers, seconds, note) in enumerate(self.tried)
-        )
+        nothing = np.zeros((0, self.problem.num_slots, self.problem.num_experts), dtype=np.int64)
+        self.offer(name, np.arange(0), nothing, note)
 
     def placement(self, bound: Bound) -> Placement:
         """The result."""
-        return Placement(
-            units=np.swapaxes(self.held, 1, 2),
-            seconds=self.seconds,
-            bound=bound,
-            considered=self.candidates(),
+        held = np.empty((0, 0, 0), dtype=np.int64)
+        for index, one in enumerate(self._tries):
+            won = np.flatnonzero(self._winner[one.layers] == index)
+            if won.size == self.problem.num_layers:
+                held = one.held
+            elif won.size:
+                if not held.size:
+                    held = np.empty((self.problem.num_layers, *one.held.shape[1:]), dtype=np.int64)
+                held[one.layers[won]] = one.held[won]
+        considered = tuple(
+            Candidate(
+                name=one.name,
+                layers=int(one.layers.size),
+                chosen=int((self._winner == index).sum()),
+                seconds=float(one.seconds.sum()),
+                chosen_seconds=float(self.seconds[one.layers].sum()),
+                note=one.note,
+            )
+            for index, one in enumerate(self._tries)
         )
+        return Placement(units=np.swapaxes(held, 1, 2), seconds=self.seconds, bound=bound, considered=considered)
 
 
 def _place_by_layer(problem: Problem, plain: Problem, cut: bool) -> Placement:
@@ -197,7 +207,7 @@ def _place_by_layer(problem: Problem, plain: Problem, cut: bool) -> Placement:
 def _offer_whole(best: _Best, state: State, layers: Integers) -> None:
     missing = best.problem.num_layers - layers.size
     note = f"memory cannot hold whole experts in {missing} layers" if missing else ""
-    best.offer("whole experts, longest first", layers, state.held[layers], note)
+    best.offer("whole experts, longest first", layers, state.held[layers] if missing else state.held, note)
 
 
 def _offer_window(best: _Best, bound: Bound) -> None:
@@ -218,6 +228,7 @@ def _offer_window(best: _Best, bound: Bound) -> None:
     state = window_cut(whole.select(layers))
     best.offer("window cut", layers, state.held, note)
     if (best.seconds[layers] > bound.seconds[layers] * (1 + _NEAR_BOUND)).any():
+        state = State.of(state.problem, state.held)
         polish(state)
         best.offer("window cut, then moves that pay", layers, state.held, note)
 
@@ -233,7 +244,8 @@ def _improve_whole(best: _Best, plain: State | None) -> None:
         left = fill_whole(state, np.ones((guided.num_layers, guided.num_experts), dtype=bool))
         layers = np.flatnonzero(~left.any(axis=1))
     polish(state, cut=False)
-    best.offer("whole experts, then swaps", layers, state.held[layers])
+    complete = layers.size == guided.num_layers
+    best.offer("whole experts, then swaps", layers, state.held if complete else state.held[layers])
 
 
 def _place_in_pool(problem: Problem, pool: Integers, cut: bool) -> Placement:
@@ -245,10 +257,11 @@ def _place_in_pool(problem: Problem, pool: Integers, cut: bool) -> Placement:
     found = _place_by_layer(problem.split(np.maximum(np.broadcast_to(loose, even.shape), even)), split, cut)
     held = np.swapaxes(found.units, 1, 2)
     kept, last, source, room = _settle(problem, pool, held.sum(axis=2))
-    result = np.empty_like(held)
-    result[kept] = np.take_along_axis(held[kept], source[:, :, None], axis=1)
+    result = held[kept[:, None], source]
     seconds, considered = found.seconds.copy(), found.considered
     if last.size:
+        moved, result = result, np.empty_like(held)
+        result[kept] = moved
         few = problem.select(last).split(split_pool(room, last.size))
         tight = _place_by_layer(few, few, cut)
         result[last] = np.swapaxes(tight.units, 1, 2)

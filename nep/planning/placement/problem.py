@@ -161,7 +161,7 @@ def slot_seconds(problem: Problem, held: Integers) -> Floats:
         held: units by slot and expert, ``[L, S, E]`` (a cut with its last two dimensions swapped).
     """
     # Only a few per cent of all pairs of slot and expert are pieces.
-    flat = np.flatnonzero(held)
+    flat = np.flatnonzero(held != 0)
     units = held.reshape(-1)[flat]
     row, expert = np.divmod(flat, problem.num_experts)
     layer, slot = np.divmod(row, problem.num_slots)

@@ -47,7 +47,6 @@ def repair(
 
     Raises:
         ValueError: with everything that is wrong with the input, or if the memory left cannot hold the experts.
-        RuntimeError: if it could, but survivors would have to give something up first.
     """
     gone = np.array(sorted(set(lost)), dtype=np.int64)
     problem = Problem.of(loads, speeds=speeds, cost=cost, memory_units=memory_units)
@@ -88,9 +87,6 @@ def spread_missing(problem: Problem, kept: Integers, missing: Integers, *, quick
 
     Returns:
         ``[L, S, E]``.
-
-    Raises:
-        RuntimeError: if they do not fit.
     """
     guided = problem.guided()
     whole = np.full_like(missing, problem.units_per_expert)

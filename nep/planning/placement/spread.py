@@ -49,7 +49,7 @@ def spread(state: State, portion: Portion, level_s: Floats) -> NDArray[np.bool_]
     """
     layers = portion.layers
     base = state.seconds[layers] + state.new_piece_s(layers, portion.experts)
-    unit = np.maximum(state.unit_s(layers, portion.experts), 1e-300)
+    unit = np.maximum(state.unit_s(layers, portion.experts), 1e-150)
     free = state.room()[layers]
     room = np.minimum(free, portion.max_units[:, None])
     room = np.where(room.sum(axis=1, keepdims=True) < portion.units[:, None], free, room)

@@ -177,7 +177,8 @@ def _choose(
     """
     layers, stages = moved.shape
     chosen = np.zeros(layers, dtype=np.int64)
-    room = np.full(problem.num_slots, np.iinfo(np.int64).max)
+    # Half of what fits into 64 bits: room for what slots give up, too.
+    room = np.full(problem.num_slots, np.iinfo(np.int64).max // 2)
     if problem.pool is not None:
         room = problem.pool - used[:, 0].sum(axis=0)
     left = budget

@@ -3,7 +3,7 @@
 import numpy as np
 from numpy.typing import NDArray
 
-from nep.planning.placement.problem import Integers, Problem
+from nep.planning.placement.problem import Floats, Integers, Problem
 from nep.planning.placement.state import State
 
 
@@ -40,31 +40,72 @@ def fill_whole(state: State, wanted: NDArray[np.bool_], *, by_load: bool = False
     steps = int(counts.max(initial=0))
     room = np.minimum(problem.limits - state.used, problem.limits) // size
     seconds = np.where(room > 0, 0.0 if by_load else state.seconds, np.inf)
-    rows = np.arange(layers)
-    chosen = np.full((layers, steps), -1, dtype=np.int64)
-    queue_work = np.take_along_axis(work, order, axis=1).T.copy()
-    queue_fixed = np.take_along_axis(fixed, order, axis=1).T.copy()
-    even = bool((problem.speeds == problem.speeds[0]).all())
-    slowness = 1 / problem.speeds
-    if not even:
-        seconds += piece
-    first, flat, flat_room = rows * slots, seconds.reshape(-1), room.reshape(-1)
-    uniform = bool((counts == steps).all())
-    for step in range(steps):
-        # On slots of one speed the expert adds the same everywhere and need not be looked at.
-        finish = seconds if even else seconds + np.outer(queue_work[step], slowness)
-        slot = finish.argmin(axis=1)
+    work_in_order = np.take_along_axis(work, order, axis=1).T.copy()
+    fixed_in_order = np.take_along_axis(fixed, order, axis=1).T.copy()
+    chosen = np.full((steps, layers), -1, dtype=np.int64)
+    if (counts == steps).all() and (np.maximum(room, 0).sum(axis=1) >= steps).all():
+        _choose_all(seconds, room, work_in_order, fixed_in_order, piece, problem.speeds, chosen)
+    else:
+        _choose_some(seconds, room, work_in_order, fixed_in_order, piece, problem.speeds, chosen, counts)
+    return _store(state, wanted, order[:, :steps], chosen.T)
+
+
+def _choose_all(
+    seconds: Floats,
+    room: Integers,
+    work: Floats,
+    fixed: Floats,
+    piece: Floats,
+    speeds: Floats,
+    chosen: Integers,
+) -> None:
+    """Fills ``chosen`` ``[steps, L]`` where all experts find a slot; ``seconds`` and ``room`` are used up."""
+    layers, slots = seconds.shape
+    first, flat, flat_room = np.arange(layers) * slots, seconds.reshape(-1), room.reshape(-1)
+    if (speeds == speeds[0]).all():
+        # The expert adds the same everywhere and need not be looked at.
+        added = work / speeds[0] + fixed + piece[0]
+        for step in range(chosen.shape[0]):
+            where = first + seconds.argmin(axis=1)
+            chosen[step] = where
+            flat[where] += added[step]
+            flat_room[where] -= 1
+            flat[where[flat_room[where] == 0]] = np.inf
+        chosen -= first
+        return
+    slowness = 1 / speeds
+    for step in range(chosen.shape[0]):
+        slot = (seconds + np.outer(work[step], slowness) + piece).argmin(axis=1)
         where = first + slot
-        now = flat[where]
-        fits = np.isfinite(now)
-        if not uniform:
-            fits &= step < counts
-        flat[where] = np.where(fits, now + queue_work[step] * slowness[slot] + queue_fixed[step] + piece[slot], now)
-        flat_room[where] -= fits
-        full = where[flat_room[where] <= 0]
-        flat[full] = np.inf
-        chosen[:, step] = np.where(fits, slot, -1)
-    return _store(state, wanted, order[:, :steps], chosen)
+        chosen[step] = slot
+        flat[where] += work[step] * slowness[slot] + fixed[step] + piece[slot]
+        flat_room[where] -= 1
+        flat[where[flat_room[where] == 0]] = np.inf
+
+
+def _choose_some(
+    seconds: Floats,
+    room: Integers,
+    work: Floats,
+    fixed: Floats,
+    piece: Floats,
+    speeds: Floats,
+    chosen: Integers,
+    counts: Integers,
+) -> None:
+    """The same where layers have unequally many experts to place, or not all of them fit (-1)."""
+    layers, slots = seconds.shape
+    first, flat, flat_room = np.arange(layers) * slots, seconds.reshape(-1), room.reshape(-1)
+    slowness = 1 / speeds
+    for step in range(chosen.shape[0]):
+        slot = (seconds + np.outer(work[step], slowness) + piece).argmin(axis=1)
+        where = first + slot
+        fits = np.isfinite(flat[where]) & (step < counts)
+        slot, where = slot[fits], where[fits]
+        chosen[step, fits] = slot
+        flat[where] += work[step, fits] * slowness[slot] + fixed[step, fits] + piece[slot]
+        flat_room[where] -= 1
+        flat[where[flat_room[where] == 0]] = np.inf
 
 
 def _store(state: State, wanted: NDArray[np.bool_], order: Integers, chosen: Integers) -> NDArray[np.bool_]:

@@ -10,9 +10,9 @@ from hypothesis import strategies as st
 from hypothesis.strategies import DrawFn
 from numpy.typing import NDArray
 
-from nep.planning.copies import Copies, SlotLimits, count_copies, place_copies, whole_tokens
+from nep.planning.copies import Copies, SlotLimits, count_copies, place_copies
 from nep.planning.loads import ExpertLoads
-from nep.planning.quotas import QuotaSolver
+from tests.unit.planning.expert_copies import deepseek_prefill, levels
 
 Ints = NDArray[np.int64]
 
@@ -59,15 +59,6 @@ def num_domains(copies: Copies, domains: tuple[int, ...]) -> Ints:
     """``[layers, experts]``: in how many fault domains each expert has a copy."""
     of_domain = [copies[:, :, np.array(domains) == domain].any(axis=2) for domain in sorted(set(domains))]
     return np.sum(of_domain, axis=0)
-
-
-def levels(copies: Copies, loads: ExpertLoads, limits: SlotLimits) -> NDArray[np.float64]:
-    """Level of the fullest slot of each layer with the best quotas; 1 is the average."""
-    tokens = whole_tokens(loads)
-    slot_tokens = QuotaSolver(copies, limits.speeds_ppm).slot_tokens(tokens)
-    speeds = np.array(limits.speeds_ppm)
-    average = tokens.sum(axis=1) / speeds[np.array(limits.places) > 0].sum()
-    return np.asarray((slot_tokens / speeds).max(axis=1) / average)
 
 
 def check_copies(copies: Copies, num_copies: int, limits: SlotLimits) -> None:
@@ -217,8 +208,7 @@ def test_impossible_limits_are_refused() -> None:
 
 
 def test_deepseek_loads_are_balanced_with_equal_shares_and_at_unequal_speeds(data_dir: Path) -> None:
-    folder = data_dir / "deepseek_v3_sglang_ep_statistics"
-    counts = np.array(json.loads((folder / "prefill_in4096.json").read_text())["logical_count"])[3:]
+    counts = deepseek_prefill(data_dir)[5]  # the most uneven
     loads = ExpertLoads(mean=counts)
     limits = SlotLimits.uniform(32, 9, slots_per_domain=8)
     copies = place_copies(loads, limits)

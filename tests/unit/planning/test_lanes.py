@@ -53,7 +53,7 @@ def test_lanes_are_neighbours_in_a_domain_and_hold_the_dense_part_once(
     for axis, line in DENSE.items():
         for unit in range(line.num_units):
             assert slots_with(layout, axis, unit) & left <= slots_with(kept, axis, unit), (
-                "survivors keep what they hold"
+                "who stays keeps what it holds"
             )
 
 
@@ -64,13 +64,13 @@ def test_slow_slots_of_a_lane_hold_less() -> None:
     assert layout.num_units("layers.0.heads", 0) in (5, 6)
 
 
-@pytest.mark.parametrize("lane_slots", [2, 3, 4])
+@pytest.mark.parametrize("lane_slots", [2, 4])
 @pytest.mark.parametrize("dying", [(0,), (1, 5), (4, 5, 6, 7), (0, 2, 4, 6)])
 def test_plans_with_wide_lanes_survive_failures(lane_slots: int, dying: tuple[int, ...]) -> None:
     cluster = Cluster.uniform(8, 8)
     plan = plan_from_scratch(cluster, LINES, num_replicas=2, global_batch_size=12, lane_slots=lane_slots)
     check_plan(plan, LINES)
-    assert max(len(lane.slots) for lane in plan.lanes) == min(lane_slots, 4)
+    assert max(len(lane.slots) for lane in plan.lanes) == lane_slots
     cluster = cluster.fail(dying)
     after = plan_mirrors(plan_after_failure(plan, cluster, LINES), cluster, LINES)
     check_plan(after, LINES)

@@ -128,12 +128,30 @@ def test_activations_follow_the_micro_batch_and_the_busiest_experts() -> None:
 
     assert activations(micro_batch_size=4) == pytest.approx([2 * size for size in activations()], rel=1e-6)
     mean = ExpertLoads.uniform(SHAPE.num_layers, SHAPE.num_experts).mean.copy()
-    mean[:, 3] = 5.0
+    for layer in range(SHAPE.num_layers):  # the expert of slot 3 is the hot one
+        ((lo, hi),) = plan.holders.intervals(f"layers.{layer}.experts", 3)
+        assert hi - lo == SHAPE.units_per_expert
+        mean[layer, lo // SHAPE.units_per_expert] = 5.0
     sizes = activations(loads=ExpertLoads(mean=mean))
     assert sizes.index(max(sizes)) == 3
     memory = step_memory(plan, shape=SHAPE, workload=_workload(64), loads=ExpertLoads(mean=mean))
     assert memory.busiest[0] == 3
     assert memory.busiest[1] > sum(memory.total(slot) for slot in plan.slots) / 8
+
+
+def test_every_replica_is_judged_by_its_own_cuts_and_lanes() -> None:
+    plan = _plan(4, 2)
+    cuts = {axis: dict(plan.holders.by_slot(axis)) for axis in plan.holders.cuts}
+    units = SHAPE.num_experts * SHAPE.units_per_expert
+    for layer in range(SHAPE.num_layers):
+        cuts[f"layers.{layer}.experts"] |= {2: ((0, units * 3 // 4),), 3: ((units * 3 // 4, units),)}
+    uneven = step_memory(replace(plan, holders=Layout(cuts)), shape=SHAPE, workload=_workload())
+    sizes = [uneven.by_slot[slot]["activations"] for slot in range(4)]
+    assert sizes[3] < sizes[0] == sizes[1] < sizes[2]
+    lanes = tuple(replace(lane, num_sequences=count) for lane, count in zip(plan.lanes, (2, 2, 1, 3), strict=True))
+    few = step_memory(replace(plan, lanes=lanes), shape=SHAPE, workload=_workload(micro_batch_size=4))
+    sizes = [few.by_slot[slot]["activations"] for slot in range(4)]
+    assert sizes[2] < sizes[0] == sizes[1] < sizes[3]
 
 
 def test_staging_is_two_buckets_or_everything() -> None:

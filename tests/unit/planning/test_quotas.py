@@ -17,6 +17,7 @@ from nep.planning import quotas
 from nep.planning.copies import SlotLimits, place_copies
 from nep.planning.loads import ExpertLoads
 from nep.planning.quotas import QuotaSolver, split_quotas
+from tests.unit.planning.expert_copies import deepseek_prefill
 
 Ints = NDArray[np.int64]
 
@@ -183,13 +184,6 @@ def test_quotas_are_the_same_on_every_machine() -> None:
     shares = split_quotas(counts, copies, speeds)
     digest = hashlib.sha256(json.dumps(shares.tolist()).encode()).hexdigest()
     assert digest == "1e83ddf44d8cfc8275a6b2930ed1def71d495f12e9834bcfceebe958d2277ab9"
-
-
-def deepseek_prefill(data_dir: Path) -> list[Ints]:
-    """Counts ``[layers, experts]`` of DeepSeek-V3 under eight workloads, in the order of their files' names."""
-    files = sorted((data_dir / "deepseek_v3_sglang_ep_statistics").glob("prefill_*.json"))
-    # The first three layers are dense.
-    return [np.array(json.loads(file.read_text())["logical_count"])[3:].astype(np.int64) for file in files]
 
 
 def test_quotas_of_the_next_window_balance_a_placement_for_this_one(data_dir: Path) -> None:
