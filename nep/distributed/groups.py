@@ -204,6 +204,7 @@ def build_groups(
         Fault: a member did not come in `rebuild_timeout_s`, or the generation has a fault.
     """
     builder = WaitingThread(f"build-groups-{generation}")
+    built: list[Communicator] = []
 
     def build(name: str, members: Sequence[int]) -> Communicator:
         if len(members) == 1:
@@ -220,7 +221,8 @@ def build_groups(
 
         pending = builder.submit([create])
         waiter.wait(pending, f"process group {name} of generation {generation}", rebuild_timeout_s)
-        return Communicator(name, pending.value, members, slot, trace)
+        built.append(Communicator(name, pending.value, members, slot, trace))
+        return built[-1]
 
     try:
         return Groups(
@@ -230,6 +232,10 @@ def build_groups(
             dispatch=build(f"dispatch-{min(replica)}", replica),
             lane=build(f"lane-{min(lane)}", lane),
         )
+    except BaseException:
+        for communicator in built:
+            communicator.close()
+        raise
     finally:
         if finished is not None:
             builder.submit([finished])

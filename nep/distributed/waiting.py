@@ -28,6 +28,14 @@ class Fault(RuntimeError):
         self.kind = kind
         self.detail = detail
 
+    def without_frames(self) -> Fault:
+        """The same, to be kept: the frames in a traceback hold groups, model and activations of the generation.
+
+        While they live, the sockets of its groups stay open, and what still comes in on one whose operation has
+        failed is never read: gloo's thread then turns without pause.
+        """
+        return Fault(self.kind, self.detail)
+
 
 class Pending(Protocol):
     """An operation in flight."""
@@ -68,7 +76,7 @@ class FailedLaunch:
     """An operation that could not be started: it failed as if it had been waited for."""
 
     def __init__(self, error: Exception):
-        self._error = error
+        self._error = error.with_traceback(None)  # its frames would hold the group
 
     def done(self) -> bool:
         return True
@@ -113,9 +121,9 @@ class PendingCall:
         for call in self._calls:
             try:
                 self.value = call()
-            except Exception as error:  # handed over to whoever waits
+            except Exception as error:  # handed over to whoever waits, without a frame that holds this call
                 if self._error is None:
-                    self._error = error
+                    self._error = error.with_traceback(None)
                 self._done.set()
         self._done.set()
         self._ended.set()
@@ -198,7 +206,8 @@ class Waiter:
             pending.check()
         except Exception as error:
             self.parked.append(pending)
-            raise Fault("peer", f"{what} failed: {_first_line(error)}") from error
+            # `pending` may keep the error, whose frames would keep `pending` and all that its callers hold.
+            raise Fault("peer", f"{what} failed: {_first_line(error)}") from error.with_traceback(None)
 
 
 def _first_line(error: BaseException) -> str:

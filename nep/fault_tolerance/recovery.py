@@ -93,7 +93,7 @@ def recover(
             _rebuild(run, decision, recovery)
             return recovery
         except Fault as again:
-            fault, number, members = again, decision.generation, decision.members
+            fault, number, members = again.without_frames(), decision.generation, decision.members
 
 
 def _park(run: SlotRun) -> None:

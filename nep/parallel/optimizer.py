@@ -53,8 +53,8 @@ class OptimizerConfig:
                 found.append(f"{name} ({getattr(self, name)}) must lie in [0, 1)")
         if not self.eps > 0:
             found.append(f"eps ({self.eps}) must be positive")
-        if not self.weight_decay >= 0:
-            found.append(f"weight_decay ({self.weight_decay}) must not be negative")
+        if not 0 <= self.weight_decay < math.inf:
+            found.append(f"weight_decay ({self.weight_decay}) must be finite and not negative")
         if not self.clip_norm > 0:
             found.append(f"clip_norm ({self.clip_norm}) must be positive; use a large value to switch clipping off")
         return found

@@ -1,7 +1,7 @@
 """The state of the cluster as the planner sees it: values only, whoever measures them lives elsewhere."""
 
 from collections import Counter
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, replace
 from typing import Literal, get_args
 
@@ -105,6 +105,17 @@ class Cluster:
         self._require(changed)
         return Cluster(
             tuple(replace(slot, health=health) if slot.index in changed else slot for slot in self.slots)
+        )
+
+    def with_speeds(self, speeds_ppm: Mapping[int, int]) -> "Cluster":
+        """The same cluster with other speeds of some slots.
+
+        Raises:
+            ValueError: if a slot is not of this cluster.
+        """
+        self._require(frozenset(speeds_ppm))
+        return Cluster(
+            tuple(replace(slot, speed_ppm=speeds_ppm.get(slot.index, slot.speed_ppm)) for slot in self.slots)
         )
 
     def restrict(self, slots: Iterable[int]) -> "Cluster":

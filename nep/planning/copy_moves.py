@@ -98,17 +98,6 @@ def place(layer: LayerCopies, expert: int) -> bool:
     return True
 
 
-def refill(layer: LayerCopies) -> None:
-    """Puts copies that slots still have the weights of on their free places, heaviest first: they cost nothing."""
-    changes: list[Change] = []
-    for slot in layer.slots:
-        idle = [expert for expert in np.flatnonzero(layer.previous[:, slot]).tolist() if layer.addable(expert, slot)]
-        idle.sort(key=lambda expert: (-layer.tokens[expert], expert))
-        changes += [Change(expert, slot, 1) for expert in idle[: max(0, layer.free[slot])]]
-    if changes:
-        layer.apply(changes)
-
-
 def _victims(layer: LayerCopies, slot: int) -> list[tuple[int, int]]:
     """Experts that can do without their copy on a slot, and the tokens it has; fewest tokens first."""
     found = [

@@ -3,43 +3,33 @@
 `nep.planning.search` chooses among them.
 """
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
-from math import ceil
 
 import numpy as np
 from numpy.typing import NDArray
 
 from nep.planning.assembly import ExpertAxes, assemble, hold_experts
+from nep.planning.changes import NO_CHANGE, Change, find_change
 from nep.planning.cluster import Cluster
 from nep.planning.copy_cuts import CopyCuts, quota_shares
-from nep.planning.cost_model import StepTime, placement_cost, step_time, transfer_seconds
+from nep.planning.cost_model import StepTime, placement_cost, step_time
 from nep.planning.costs import PlacementCost
 from nep.planning.dealing import Integers, deal_cut, redeal_cut
 from nep.planning.hardware import scale_up_domains
-from nep.planning.intervals import Interval, Intervals, subtract, union
 from nep.planning.lanes import batch_choices, form_lanes, hold_dense, make_lanes, share_by_pace
-from nep.planning.layout import Layout, axis_unit_numel, count_units
+from nep.planning.layout import Layout, count_units
 from nep.planning.loads import ExpertLoads
-from nep.planning.memory_model import (
-    Memory,
-    change_memory,
-    expert_unit_bytes,
-    expert_units_limit,
-    step_memory,
-)
+from nep.planning.memory_model import Memory
 from nep.planning.mirrors import place_mirrors
 from nep.planning.plan import Lane, Plan
-from nep.planning.planner import lost_intervals
 from nep.planning.replica_cuts import CutsFromScratch, Prices, Slots, adapt_cuts, held_by
 from nep.planning.request import PlanRequest
+from nep.planning.room import Limits, Room
 from nep.planning.shapes import parameter_lines
 from nep.planning.survivors import go_on
-from nep.planning.transfer import Transfer, fetch
 
 Replicas = tuple[tuple[int, ...], ...]
-Limits = Mapping[int, int]
-"""slot -> units of experts, over all layers, that it has memory for."""
 
 _MEMORY_ROUNDS = 8
 _PACE_ROUNDS = 4
@@ -55,11 +45,9 @@ class Draft:
         memory: what its step needs.
         time: of its step.
         shares: see `step_time`; None without expert copies.
-        transfers: from the plan in force to it, by kind.
-        moved_bytes: their bytes.
-        move_s: their seconds.
-        lost: ``(axis, lo, hi)`` whose state nobody has any more.
+        change: the way to it from the plan in force.
         limited: whether memory had a say in where experts are.
+        frugal: whether it is one for after a loss that moves what was lost and little more.
     """
 
     name: str
@@ -67,11 +55,13 @@ class Draft:
     memory: Memory
     time: StepTime
     shares: NDArray[np.float64] | None
-    transfers: Mapping[str, Transfer]
-    moved_bytes: int
-    move_s: float
-    lost: tuple[tuple[str, int, int], ...]
+    change: Change
     limited: bool
+    frugal: bool = False
+
+    def seconds(self, steps: int) -> float:
+        """To get there and take so many steps."""
+        return self.change.seconds + steps * self.time.total
 
 
 class Drafter:
@@ -92,19 +82,8 @@ class Drafter:
         self.loads = request.loads or ExpertLoads.uniform(len(experts.names), experts.num_experts)
         self.domains = scale_up_domains(self.cluster, request.hardware)
         self.speeds_ppm = self.cluster.speeds_ppm
-        self._slot_memory = {slot.index: slot.memory_bytes for slot in self.cluster.slots}
-        self.memory_bytes = {
-            slot.index: None
-            if (size := self.memory_size(slot.index)) is None
-            else int(size * request.limits.memory_share)
-            for slot in self.cluster.slots
-        }
+        self.room = Room(request, self.cluster, experts, self.loads)
         self._costs: dict[tuple[int, int, bool], PlacementCost] = {}
-
-    def memory_size(self, slot: int) -> int | None:
-        """Bytes of a slot's memory, or None if unknown."""
-        known = self._slot_memory[slot]
-        return known if known is not None else self.request.hardware.memory_bytes
 
     # What placement goes by.
 
@@ -345,6 +324,33 @@ class Drafter:
         price = max(request.hardware.scale_up.seconds_per_byte, request.hardware.network.seconds_per_byte)
         return num_bytes * price / num_slots / max(request.horizon_steps, 1)
 
+    def _fitted(
+        self,
+        name: str,
+        build: Callable[[Limits | None], Plan],
+        current: Plan | None,
+        shares_of: Callable[[], NDArray[np.float64] | None] = lambda: None,
+    ) -> Draft:
+        """Builds a plan, and again with less room for experts where it needs too much memory."""
+        limits: Limits | None = None
+        plan = build(None)
+        memory = self.room.step(plan, shares_of())
+        for attempt in range(_MEMORY_ROUNDS):
+            if self.room.is_enough(memory):
+                break
+            limits = self.room.limits(plan, memory, limits, attempt)
+            try:
+                another = build(limits)
+            except ValueError as error:
+                raise ValueError(f"{self.room.too_small(plan, memory)} ({error})") from error
+            if another.holders == plan.holders:
+                raise ValueError(self.room.too_small(plan, memory))
+            plan = another
+            memory = self.room.step(plan, shares_of())
+        else:
+            raise ValueError(self.room.too_small(plan, memory))
+        return self._finish(name, plan, memory, current, shares_of(), limits is not None)
+
     def _finish(
         self,
         name: str,
@@ -354,129 +360,23 @@ class Drafter:
         shares: NDArray[np.float64] | None,
         limited: bool,
     ) -> Draft:
-        """A draft of a plan that fits: with its times and transfers."""
-        request = self.request
-        transfers, lost = ({}, ()) if current is None else self.transfers(current, plan)
-        moved, seconds = 0, 0.0
-        for kind, transfer in transfers.items():
-            width = request.workload.parameter_bytes if kind == "parameters" else request.workload.state_bytes
-            moved += transfer.num_bytes(self.lines, width)
-            seconds += transfer_seconds(
-                transfer, lines=self.lines, bytes_per_element=width, cluster=self.cluster, hardware=request.hardware
+        """A draft of a plan that fits: with its times and the way to it."""
+        request, change = self.request, NO_CHANGE
+        if current is not None:
+            change = find_change(
+                current,
+                plan,
+                cluster=self.cluster,
+                lines=self.lines,
+                workload=request.workload,
+                hardware=request.hardware,
+                memory_bytes=self.room.bytes,
+                in_parts=request.limits.change_in_parts,
             )
         time, plan = self._time(plan, shares)
         if current is not None and plan.number == current.number:  # kept: a new one only if something is new
             plan = current if plan == current else replace(plan, number=current.number + 1)
-        return Draft(
-            name=name,
-            plan=plan,
-            memory=memory,
-            time=time,
-            shares=shares,
-            transfers=transfers,
-            moved_bytes=moved,
-            move_s=seconds,
-            lost=lost,
-            limited=limited,
-        )
-
-    # Memory.
-
-    def _fitted(
-        self,
-        name: str,
-        build: Callable[[Limits | None], Plan],
-        current: Plan | None,
-        shares_of: Callable[[], NDArray[np.float64] | None] = lambda: None,
-    ) -> Draft:
-        """Builds a plan, and again with less room for experts where it needs too much memory."""
-        limits: dict[int, int] | None = None
-        plan = build(limits)
-        memory = self._step_memory(plan, shares_of())
-        for attempt in range(_MEMORY_ROUNDS):
-            excess = memory.excess(self.memory_bytes)
-            if not excess:
-                break
-            limits = self._tightened(plan, memory, excess, limits, attempt)
-            if limits is None:
-                raise ValueError(self.too_large(plan, memory))
-            before = plan.holders
-            try:
-                plan = build(limits)
-            except ValueError as error:
-                raise ValueError(f"{self.too_large(plan, memory)} ({error})") from error
-            if plan.holders == before:
-                raise ValueError(self.too_large(plan, memory))
-            memory = self._step_memory(plan, shares_of())
-        else:
-            raise ValueError(self.too_large(plan, memory))
-        if current is not None:
-            self._require_room_to_change(current, plan)
-        return self._finish(name, plan, memory, current, shares_of(), limits is not None)
-
-    def _require_room_to_change(self, current: Plan, plan: Plan) -> None:
-        """A change of layout needs room for the old and the new one."""
-        memory = change_memory(current, plan, shape=self.request.shape, workload=self.request.workload)
-        excess = {slot: size for slot, size in memory.excess(self.memory_bytes).items() if slot in plan.slots}
-        if excess:
-            slot = max(excess, key=lambda slot: (excess[slot], -slot))
-            limit = self.memory_bytes[slot] or 0
-            raise ValueError(
-                f"slot {slot} needs {memory.total(slot)} bytes ({memory.total(slot) / 2**30:.2f} GiB) while old and "
-                f"new layout are both there, and may use {limit} ({limit / 2**30:.2f} GiB); change less at a time, "
-                "or restart from a checkpoint with a plan from scratch"
-            )
-
-    def _step_memory(self, plan: Plan, shares: NDArray[np.float64] | None = None) -> Memory:
-        request = self.request
-        return step_memory(plan, shape=request.shape, workload=request.workload, loads=self.loads, shares=shares)
-
-    def _tightened(
-        self,
-        plan: Plan,
-        memory: Memory,
-        excess: Mapping[int, int],
-        before: Limits | None,
-        attempt: int,
-    ) -> dict[int, int] | None:
-        """Room for experts on each slot; None if a slot has no room even without any."""
-        unit_bytes = expert_unit_bytes(
-            self.request.shape,
-            self.request.workload,
-            num_replicas=len(plan.replicas),
-            mirrored=plan.redundancy == "device",
-        )
-        limits: dict[int, int] = {}
-        for slot in plan.slots:
-            held = sum(plan.holders.num_units(axis, slot) for axis in self.experts.names)
-            limit_bytes = self.memory_bytes[slot]
-            if limit_bytes is None:
-                limits[slot] = self.experts.num_units
-                continue
-            limit = expert_units_limit(memory, slot, limit_bytes, held_units=held, unit_bytes=unit_bytes)
-            if slot in excess:
-                # What is not in proportion to the experts follows them too; so a little more each time.
-                limit = min(limit, held - ceil(excess[slot] * (1 + attempt / 4) / unit_bytes))
-                if limit < 0:
-                    return None
-            limits[slot] = min(limit, self.experts.num_units)
-            if before is not None:
-                limits[slot] = min(limits[slot], before[slot]) if slot in excess else limits[slot]
-        return limits
-
-    def too_large(self, plan: Plan, memory: Memory) -> str:
-        """What to do about a plan that needs more memory than there is."""
-        excess = memory.excess(self.memory_bytes)
-        slot = max(excess, key=lambda slot: (excess[slot], -slot))
-        kinds = ", ".join(f"{kind} {size / 2**30:.2f}" for kind, size in memory.by_slot[slot].items() if size)
-        replica = plan.replica_of(slot)
-        limit = self.memory_bytes[slot] or 0
-        return (
-            f"replicas[{replica}] of {len(plan.replicas[replica])} slots cannot hold {self.request.shape.name}: slot "
-            f"{slot} needs {memory.total(slot)} bytes ({memory.total(slot) / 2**30:.2f} GiB: {kinds}) and may use "
-            f"{limit} ({limit / 2**30:.2f} GiB); add slots, use fewer replicas, a smaller micro-batch or "
-            "recomputation, or other redundancy"
-        )
+        return Draft(name=name, plan=plan, memory=memory, time=time, shares=shares, change=change, limited=limited)
 
     def _time(self, plan: Plan, shares: NDArray[np.float64] | None) -> tuple[StepTime, Plan]:
         """The plan with the fastest way to share its batch; the plan itself if none is faster."""
@@ -503,60 +403,6 @@ class Drafter:
             best = better
         return best
 
-    def transfers(self, current: Plan, plan: Plan) -> tuple[dict[str, Transfer], tuple[tuple[str, int, int], ...]]:
-        """What has to travel from one plan to the next, and the state that nobody has any more.
-
-        Failed slots give nothing. As in training, parameters that a slot does not hold come from the master
-        weights of their owner, else of the mirror; here, at last from another holder, should both be lost.
-        """
-        live = frozenset(self.cluster.live)
-        owners, mirrors = current.owners.restrict(live), current.mirrors.restrict(live)
-        holders = current.holders.restrict(live)
-        numel = axis_unit_numel(self.lines)
-        order = tuple(numel)
-        lost = tuple(lost_intervals(current, live, self.lines))
-        gone = tuple(
-            (axis, lo, hi) for axis, first, last in lost for lo, hi in subtract([(first, last)], holders.covered(axis))
-        )
-        state = _both(owners, mirrors)
-        moves = (
-            ("parameters", [owners, mirrors, holders], _without(plan.holders, gone), holders),
-            ("state", [owners, mirrors], _without(plan.owners, lost), state),
-            ("mirrors", [owners, mirrors], _without(plan.mirrors, lost), state),
-        )
-        found = {
-            kind: fetch(sources, wanted, order, have=have, unit_numel=numel).remote()
-            for kind, sources, wanted, have in moves
-        }
-        return found, lost
-
 
 def _total(timed: tuple[StepTime, Plan]) -> float:
     return timed[0].total
-
-
-def _both(first: Layout, second: Layout) -> Layout:
-    """What slots have in one of two layouts or in both."""
-    cuts: dict[str, dict[int, Intervals]] = {axis: dict(by_slot) for axis, by_slot in first.cuts.items()}
-    for axis, by_slot in second.cuts.items():
-        cut = cuts.setdefault(axis, {})
-        for slot, intervals in by_slot.items():
-            cut[slot] = union(cut[slot], intervals) if slot in cut else intervals
-    return Layout(cuts)
-
-
-def _without(layout: Layout, lost: Sequence[tuple[str, int, int]]) -> Layout:
-    """A layout less some units, as far as they can be asked for."""
-    if not lost:
-        return layout
-    by_axis: dict[str, list[Interval]] = {}
-    for axis, lo, hi in lost:
-        by_axis.setdefault(axis, []).append((lo, hi))
-    return Layout(
-        {
-            axis: {slot: subtract(intervals, by_axis[axis]) for slot, intervals in by_slot.items()}
-            if axis in by_axis
-            else by_slot
-            for axis, by_slot in layout.cuts.items()
-        }
-    )

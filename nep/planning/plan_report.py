@@ -83,19 +83,20 @@ def report_on(
         balance=min(one.balance for one in replicas),
         bound_s=slowest.bound_s,
         layers_s=slowest.layers_s,
-        binds=_binds(chosen, slowest),
+        binds=_binds(drafter, chosen, slowest),
         slots=_slots(drafter, chosen, replicas),
         copies=_copies(drafter, chosen),
-        transfers=chosen.transfers,
-        moved_bytes=chosen.moved_bytes,
-        move_s=chosen.move_s,
+        transfers=chosen.change.transfers,
+        moved_bytes=chosen.change.moved_bytes,
+        move_s=chosen.change.seconds,
         survival={
             deaths: recovery_probability(plan, deaths, cluster=drafter.cluster).probability
             for deaths in range(1, min(_DEATHS, len(plan.slots)) + 1)
         },
         alternatives=_alternatives(drafter, chosen, drafts, refused, best_s),
         skipped=_skipped(drafter, chosen, drafts),
-        lost=chosen.lost,
+        change_parts=chosen.change.parts,
+        lost=chosen.change.lost,
     )
     return Planned(plan=plan, report=report)
 
@@ -136,7 +137,7 @@ def _replica(
     bound = lower_bound(Problem.of(drafter.loads, speeds=speeds, cost=cost))
     # With copies an expert's tokens may be split, so only the work of all of them counts.
     copied = bool((units.sum(axis=1) > cost.units_per_expert).any())
-    only_work: tuple[Binding, ...] = ("work",) * len(bound.binds)
+    work: Binding = "work"
     busy = (load / speeds).max(axis=1)
     top_k = drafter.request.shape.top_k
     hits = hit_chance(inclusion(popularity, top_k), shares, top_k)
@@ -146,7 +147,7 @@ def _replica(
         balance=float((1 / speeds.sum() / busy).mean()),
         layers_s=float(seconds.max(axis=1).sum()),
         bound_s=float(bound.parts["work"].sum() if copied else bound.total_s),
-        binds=only_work if copied else bound.binds,
+        binds=(work,) * len(bound.binds) if copied else bound.binds,
     )
 
 
@@ -156,7 +157,7 @@ def _slots(drafter: Drafter, draft: Draft, replicas: Sequence[_ReplicaFigures]) 
     speeds = dict(zip(plan.slots, plan.speeds_ppm, strict=True))
     for slots, of_replica in zip(plan.replicas, replicas, strict=True):
         for index, slot in enumerate(slots):
-            size = drafter.memory_size(slot)
+            size = drafter.room.size(slot)
             figures[slot] = SlotFigures(
                 slot=slot,
                 speed=speeds[slot] / 1e6,
@@ -198,24 +199,32 @@ def _current_time(drafter: Drafter, current: Plan) -> StepTime | None:
 # Words.
 
 
-def _binds(draft: Draft, replica: _ReplicaFigures) -> str:
+def _binds(drafter: Drafter, draft: Draft, replica: _ReplicaFigures) -> str:
     """What keeps the step from being shorter."""
     time = draft.time
     part = time.binds
     what = f"{part.replace('_', ' ')} takes most of the step ({time[part] / time.total:.0%})" if time.total > 0 else ""
     bound = time.binding.get(part)
     where = f", on slot {bound.slot} by {bound.resource}" if bound is not None else ""
-    names = Counter(replica.binds)
-    name, count = min(names.items(), key=lambda item: (-item[1], item[0]))
-    layers = f" in {count} of {len(replica.binds)} layers" if count < len(replica.binds) else ""
+    return f"{what}{where}; expert layers: {_experts_bind(drafter, draft, replica)}"
+
+
+def _experts_bind(drafter: Drafter, draft: Draft, replica: _ReplicaFigures) -> str:
     if draft.limited:
-        experts = "memory limits where experts can be: more of it, or fewer replicas, would help"
-    elif replica.layers_s <= replica.bound_s * _AT_BOUND:
-        experts = f"{BINDING_WORDS[name]}{layers}"
-    else:
-        above = replica.layers_s / replica.bound_s - 1 if replica.bound_s > 0 else 0.0
-        experts = f"{above:.1%} above the bound; of that: {BINDING_WORDS[name]}{layers}"
-    return f"{what}{where}; expert layers: {experts}"
+        return "memory limits where experts can be: more of it, or fewer replicas, would help"
+    if replica.layers_s <= replica.bound_s * _AT_BOUND:
+        counts = Counter(replica.binds)
+        name = min(counts, key=lambda name: (-counts[name], name))
+        layers = f" (in {counts[name]} of {len(replica.binds)} layers)" if len(counts) > 1 else ""
+        return BINDING_WORDS[name] + layers
+    above = (
+        f"{replica.layers_s / replica.bound_s - 1:.1%} above the bound" if replica.bound_s > 0 else "above the bound"
+    )
+    copied, cut = drafter.forms(draft.plan)
+    if not cut and not drafter.request.limits.fractions:
+        more = "more copies" if copied else "copies"
+        return f"{above}: whole experts come out uneven; {more} would help, or cutting them"
+    return f"{above}: no cut was found that levels slots for less than its rows and pieces cost"
 
 
 def _alternatives(
@@ -226,7 +235,7 @@ def _alternatives(
         Alternative(
             name=draft.name,
             step_s=draft.time.total,
-            move_s=draft.move_s,
+            move_s=draft.change.seconds,
             samples_per_s=batch / draft.time.total if draft.time.total > 0 else None,
             chosen=draft is chosen,
             why=_why(drafter, draft, chosen),
@@ -243,25 +252,35 @@ def _alternatives(
 
 
 def _why(drafter: Drafter, draft: Draft, chosen: Draft) -> str:
+    """Why a draft lost, or won."""
     steps = drafter.request.horizon_steps
+    moving, gain = draft.change.seconds - chosen.change.seconds, chosen.time.total - draft.time.total
     if draft is chosen:
-        return f"fewest seconds over {steps} steps, the move included" if draft.move_s else "fewest predicted seconds"
-    if draft.time.total == chosen.time.total and draft.move_s == chosen.move_s:
+        return (
+            f"fewest seconds over {steps} steps, the move included"
+            if draft.change.seconds
+            else "fewest predicted seconds"
+        )
+    if gain == 0 and moving == 0:
         return "as fast, and not simpler"
-    slower = draft.time.total / chosen.time.total - 1 if chosen.time.total > 0 else 0.0
-    if slower >= 0:
-        more = f", and moves {draft.move_s - chosen.move_s:.2f} s longer" if draft.move_s > chosen.move_s else ""
-        return f"{slower:.1%} slower a step{more}"
+    share = abs(gain) / chosen.time.total if chosen.time.total > 0 else 0.0
+    if gain <= 0:
+        return f"{share:.1%} slower a step" + (f", and moves {moving:.2f} s longer" if moving > 0 else "")
+    if draft.seconds(steps) < chosen.seconds(steps):
+        more = draft.change.moved_bytes - chosen.change.moved_bytes
+        return (
+            f"{share:.1%} faster a step, and moves {more / 1e9:.1f} GB more: after a loss what was lost comes first, "
+            "and the rest can follow when the job runs"
+        )
     return (
-        f"{-slower:.1%} faster a step, which in {steps} steps gains "
-        f"{steps * (chosen.time.total - draft.time.total):.2f} s, less than the {draft.move_s - chosen.move_s:.2f} s "
+        f"{share:.1%} faster a step, which in {steps} steps gains {steps * gain:.2f} s, less than the {moving:.2f} s "
         "that it moves longer"
     )
 
 
 def _waiting(drafter: Drafter, chosen: Draft, healthy: StepTime) -> Alternative:
     steps = drafter.request.horizon_steps
-    within = max(0.0, chosen.move_s + steps * (chosen.time.total - healthy.total))
+    within = max(0.0, chosen.change.seconds + steps * (chosen.time.total - healthy.total))
     pace = healthy.total / chosen.time.total if chosen.time.total > 0 else 1.0
     return Alternative(
         name="wait for repair",

@@ -141,7 +141,7 @@ class TokenGraph:
             left = movable[expert]
             share = shares[expert]
             for host in below:
-                part = min(left, max(0, limits[host] - tokens[host]))
+                part = min(left, limits[host] - tokens[host])
                 share[host] = part
                 tokens[host] += part
                 left -= part

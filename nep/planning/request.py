@@ -26,12 +26,15 @@ class Limits:
             a copy whole.
         max_tp: largest number of slots of a lane; 1: everything but experts is held whole by every slot.
         memory_share: part of a slot's memory that the plan may use.
+        change_in_parts: a change of layout may be carried out a few axes at a time, freeing memory in between;
+            otherwise all of the old and the new layout has to fit at once.
     """
 
     fractions: bool = True
     physical_experts: int | None = None
     max_tp: int = 1
     memory_share: float = 0.9
+    change_in_parts: bool = True
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -127,6 +130,8 @@ class PlanReport:
         survival: failures of slots (1, 2, ...) -> probability that the state survives without a checkpoint.
         alternatives: what was considered, the chosen one included.
         skipped: why the plan in force is kept, or None.
+        change_parts: into how many changes of layout, a few axes each, the way there has to be cut to fit into
+            memory: 0 if nothing changes, 1 if all of it fits at once.
         lost: ``(axis, lo, hi)`` whose master weights and moments nobody has any more: a checkpoint is needed.
     """
 
@@ -145,6 +150,7 @@ class PlanReport:
     survival: Mapping[int, float]
     alternatives: tuple[Alternative, ...]
     skipped: str | None
+    change_parts: int = 0
     lost: tuple[tuple[str, int, int], ...] = ()
 
 

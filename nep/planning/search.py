@@ -17,15 +17,11 @@ from nep.planning.validation import check_plan
 
 FULL_SPEED_PPM = 1_000_000
 
-REPAIR, REPAIR_AND_MOVE = "repair", "repair, then moves that pay"
-FRUGAL = (REPAIR, REPAIR_AND_MOVE)
-"""Ways to go on after a loss that move what was lost and little more."""
-
 MORE_THAN_LOST = 0.01
-"""Part of the experts that may move beyond what was lost."""
+"""Part of the experts that a frugal plan may move beyond what was lost."""
 
 WORTH_MOVING = 1.02
-"""After a loss, how many times the seconds of the best plan one that moves little may take."""
+"""After a loss, how many times the seconds of the best plan a frugal one may take."""
 
 
 def make_plan(request: PlanRequest) -> Planned:
@@ -54,34 +50,31 @@ class _Search:
     drafts: list[Draft] = field(default_factory=list)
     refused: list[Refused] = field(default_factory=list)
 
-    def add(self, name: str, make: Callable[[str], Draft]) -> Draft | None:
+    def add(self, name: str, make: Callable[[str], Draft], *, frugal: bool = False) -> Draft | None:
         """Tries one way; None if it led nowhere."""
         try:
-            draft = make(name)
+            draft = replace(make(name), frugal=frugal)
         except ValueError as error:
             self.refused.append(Refused(name, str(error)))
             return None
         self.drafts.append(draft)
         return draft
 
-    def best(self, horizon_steps: int) -> Draft:
-        """The draft with the fewest seconds; the first of equals.
+    def best(self, steps: int) -> Draft:
+        """The draft with the fewest seconds until so many steps are done; the first of equals.
 
-        After a loss one that moves little is preferred: the job stands still meanwhile, and what the others gain
-        can still be had when it runs.
+        After a loss a frugal one is preferred: the job stands still while state travels, and what others gain can
+        still be had when it runs.
 
         Raises:
             ValueError: if there is none.
         """
         if not self.drafts:
-            raise ValueError("; ".join(dict.fromkeys(refused.why for refused in self.refused)))
-
-        def seconds(draft: Draft) -> float:
-            return draft.move_s + horizon_steps * draft.time.total
-
-        best = min(self.drafts, key=seconds)
-        frugal = min((draft for draft in self.drafts if draft.name in FRUGAL), key=seconds, default=best)
-        return frugal if seconds(frugal) <= WORTH_MOVING * seconds(best) else best
+            raise ValueError(self.refused[0].why)
+        best = min(self.drafts, key=lambda draft: draft.seconds(steps))
+        frugal = [draft for draft in self.drafts if draft.frugal]
+        first = min(frugal, key=lambda draft: draft.seconds(steps), default=best)
+        return first if first.seconds(steps) <= WORTH_MOVING * best.seconds(steps) else best
 
 
 # From scratch.
@@ -106,7 +99,7 @@ def _from_scratch(drafter: Drafter) -> _Search:
 def _most_replicas(drafter: Drafter) -> int:
     """More replicas than this do not fit, however they are cut: parameters and gradients are held by each."""
     request, slots = drafter.request, drafter.cluster.healthy
-    limits = [drafter.memory_bytes[slot] for slot in slots]
+    limits = [drafter.room.bytes[slot] for slot in slots]
     known = [limit for limit in limits if limit is not None]
     if len(known) < len(limits):
         raise ValueError(
@@ -191,12 +184,16 @@ def _carry_on(search: _Search, drafter: Drafter, current: Plan, survivors: Repli
         # A slot that has come takes over from one that is gone; where lanes are wider that takes another cut.
         single = all(len(lane.slots) == 1 for lane in current.lanes)
         left = grown if single else survivors
-        repaired = search.add(REPAIR, lambda name: drafter.survivors(name, left, current))
+        repaired = search.add("repair", lambda name: drafter.survivors(name, left, current), frugal=True)
         if repaired is not None:
-            budget = MORE_THAN_LOST if left == grown else 1.0
-            search.add(
-                REPAIR_AND_MOVE, lambda name: drafter.adapted(name, grown, repaired.plan, current, budget=budget)
-            )
+            base = repaired.plan
+            if left == grown:
+                search.add(
+                    "repair, then a few moves",
+                    lambda name: drafter.adapted(name, grown, base, current, budget=MORE_THAN_LOST),
+                    frugal=True,
+                )
+            search.add("repair, then moves that pay", lambda name: drafter.adapted(name, grown, base, current))
 
 
 def _join(replicas: Replicas, new: list[int], drafter: Drafter) -> Replicas:

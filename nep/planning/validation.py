@@ -1,8 +1,13 @@
-"""Checks a plan against a model. Plans come out of the planner right; plans from a file may not."""
+"""Checks a plan against a model and a job. Plans come out of the planner right; plans from a file may not."""
 
-from nep.planning.intervals import Interval, count_units, intersect
-from nep.planning.layout import Layout, Lines, axis_lines
+from collections.abc import Mapping, Sequence
+
+from nep.planning.intervals import Interval, Intervals, arrange, count_units, intersect, normalize, subtract
+from nep.planning.layout import Layout, Line, LineKind, Lines, axis_lines
 from nep.planning.plan import Plan
+
+_MOST_ERRORS = 4
+"""A plan for another model is wrong everywhere; nobody reads all of that."""
 
 
 def check_plan(plan: Plan, lines: Lines) -> None:
@@ -11,6 +16,12 @@ def check_plan(plan: Plan, lines: Lines) -> None:
     Raises:
         ValueError: with everything that is wrong.
     """
+    errors = _layout_errors(plan, lines)
+    if errors:
+        raise ValueError(f"plan {plan.number}: " + "; ".join(errors))
+
+
+def _layout_errors(plan: Plan, lines: Lines) -> list[str]:
     errors: list[str] = []
     order = axis_lines(lines)
     for name, layout in (("holders", plan.holders), ("owners", plan.owners), ("mirrors", plan.mirrors)):
@@ -33,8 +44,92 @@ def check_plan(plan: Plan, lines: Lines) -> None:
             both: tuple[Interval, ...] = intersect(mirrored, plan.owners.intervals(axis, slot))
             if both:
                 errors.append(f"slot {slot} mirrors {list(both)} of {axis}, which it owns; use another slot")
+    return errors
+
+
+def check_runnable(plan: Plan, lines: Lines, *, num_slots: int, global_batch_size: int) -> None:
+    """Makes sure that a training job can carry out a plan, whoever made it.
+
+    Args:
+        plan: the plan.
+        lines: the model's.
+        num_slots: slots of the job, numbered from 0.
+        global_batch_size: its sequences per step.
+
+    Raises:
+        ValueError: with everything that is wrong.
+    """
+    errors: list[str] = []
+    if plan.slots != tuple(range(num_slots)):
+        errors.append(
+            f"slots {_shown(plan.slots)} must be 0 to {num_slots - 1}, all processes of this job; start as many as the "
+            "plan has, or plan for these"
+        )
+    if plan.global_batch_size != global_batch_size:
+        errors.append(
+            f"global_batch_size ({plan.global_batch_size}) must be that of the job ({global_batch_size}); give the "
+            "other one, or plan again"
+        )
+    found = _layout_errors(plan, lines) or _form_errors(plan, lines)
+    errors += found[:_MOST_ERRORS]
+    if len(found) > _MOST_ERRORS:
+        errors.append(f"and {len(found) - _MOST_ERRORS} more of the kind; is it a plan for another model?")
     if errors:
         raise ValueError(f"plan {plan.number}: " + "; ".join(errors))
+
+
+def _form_errors(plan: Plan, lines: Lines) -> list[str]:
+    """What the layer cannot compute with: copies, lanes without a part, another order of storage."""
+    errors: list[str] = []
+    for axis, line in axis_lines(lines).items():
+        held = plan.holders.by_slot(axis)
+        odd = [slot for slot in sorted(held) if held[slot] != arrange(held[slot], line.units_per_expert)]
+        if odd:
+            errors.append(f"slots {_shown(odd)} store {axis} in an order that training does not use; plan again")
+        groups = plan.replicas if line.kind is LineKind.EXPERTS else [lane.slots for lane in plan.lanes]
+        name = "replica" if line.kind is LineKind.EXPERTS else "lane"
+        for index, slots in enumerate(groups):
+            problem = _group_error(line, [held.get(slot, ()) for slot in slots])
+            if problem:
+                errors.append(f"{name} {index} (slots {_shown(slots)}) {problem} of {axis}")
+                break  # the others are likely to be alike
+    return errors + _kv_errors(plan, axis_lines(lines))
+
+
+def _kv_errors(plan: Plan, order: Mapping[str, Line]) -> list[str]:
+    """Slots without a KV head that one of their query heads needs."""
+    errors: list[str] = []
+    queries = {line.layer: (axis, line) for axis, line in order.items() if line.kind is LineKind.HEADS}
+    for axis, line in order.items():
+        if line.kind is not LineKind.KV_HEADS or line.layer not in queries:
+            continue
+        query_axis, query = queries[line.layer]
+        size = query.num_units // line.num_units
+        for slot, heads in sorted(plan.holders.by_slot(query_axis).items()):
+            needed = [(lo // size, -(-hi // size)) for lo, hi in heads]
+            missing = subtract(needed, plan.holders.intervals(axis, slot))
+            if missing:
+                errors.append(f"slot {slot} has query heads {list(heads)} and lacks {list(missing)} of {axis}")
+                break
+    return errors
+
+
+def _group_error(line: Line, held: Sequence[Intervals]) -> str | None:
+    """What is wrong with how a replica holds experts, or a lane anything else."""
+    whole = ((0, line.num_units),)
+    if line.kind is LineKind.WHOLE:
+        return None if all(intervals == whole for intervals in held) else "must have all on each slot"
+    everything = [interval for intervals in held for interval in intervals]
+    if normalize(everything) != whole:
+        return f"must hold all {line.num_units} units"
+    # A KV head is held by everybody who has one of its query heads.
+    if line.kind is not LineKind.KV_HEADS and count_units(everything) != line.num_units:
+        return "must hold each unit once; training knows no expert copies and no other doubles; it holds some twice"
+    return None
+
+
+def _shown(slots: Sequence[int]) -> str:
+    return str(list(slots)) if len(slots) <= 16 else f"{list(slots[:16])} and {len(slots) - 16} more"
 
 
 def _num_units(layout: Layout, axis: str) -> int:

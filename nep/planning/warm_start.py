@@ -10,7 +10,7 @@ from collections.abc import Iterable
 import numpy as np
 
 from nep.planning.copies import Copies, SlotLimits, place_copies, whole_tokens
-from nep.planning.copy_moves import Move, best_move, place, refill
+from nep.planning.copy_moves import Move, best_move, place
 from nep.planning.layer_copies import LayerCopies
 from nep.planning.loads import ExpertLoads
 
@@ -159,8 +159,6 @@ def _improve(layers: list[LayerCopies], min_gain: float, max_moved: int | None) 
         layers[index].apply(move.changes)
         moved += move.cost
         _offer(waiting, index, layers[index], min_gain)
-    for layer in layers:
-        refill(layer)
 
 
 def _offer(waiting: list[tuple[float, int, Move]], index: int, layer: LayerCopies, min_gain: float) -> None:

@@ -13,7 +13,12 @@ from nep.fault_tolerance.injection import Failure
 from nep.moe.aux_losses import AuxLosses
 from nep.moe.backends import choose_backend
 from nep.parallel.optimizer import OptimizerConfig
-from nep.planning.shapes import ModelShape
+from nep.planning.cluster import Cluster
+from nep.planning.layout import Lines
+from nep.planning.plan import Plan
+from nep.planning.planner import plan_from_scratch
+from nep.planning.shapes import ModelShape, parameter_lines
+from nep.planning.validation import check_runnable
 
 _LONGEST_BASE_S = 86_400
 
@@ -43,6 +48,7 @@ class TrainConfig:
         failures: to inject, see `Failure`.
         run_dir: folder for logs and job.json.
         loads_out, save_params, json: files to write at the end, each optional.
+        plan: to begin with; then replicas, lanes and redundancy are the plan's. None: plan for equal slots.
     """
 
     steps: int = 60
@@ -65,10 +71,29 @@ class TrainConfig:
     loads_out: Path | None = None
     save_params: Path | None = None
     json: Path | None = None
+    plan: Plan | None = field(default=None, repr=False)
 
     @property
     def torch_dtype(self) -> torch.dtype:
         return DTYPES[self.dtype]
+
+    def first_plan(self, cluster: Cluster, lines: Lines) -> Plan:
+        """The plan that the job begins with.
+
+        Args:
+            cluster: its slots.
+            lines: the model's.
+        """
+        if self.plan is not None:
+            return self.plan
+        return plan_from_scratch(
+            cluster,
+            lines,
+            num_replicas=self.replicas,
+            global_batch_size=self.global_batch_size,
+            redundancy=self.redundancy,
+            lane_slots=self.tp,
+        )
 
     def moe_backend_for(self, shape: ModelShape) -> tuple[str, str]:
         """The experts' backend and why it is that one.
@@ -98,6 +123,16 @@ class TrainConfig:
         problems += self._unsupported()
         problems += self.optimizer.problems() + self.aux_losses.problems()
         problems += self._file_problems()
+        if self.plan is not None:
+            try:
+                check_runnable(
+                    self.plan,
+                    parameter_lines(shape),
+                    num_slots=num_slots,
+                    global_batch_size=self.global_batch_size,
+                )
+            except ValueError as error:
+                problems.append(str(error))
         for failure in self.failures:
             if failure.slot >= num_slots:
                 problems.append(
@@ -114,7 +149,9 @@ class TrainConfig:
             for name in ("steps", "replicas", "tp", "global_batch_size", "micro_batch_size", "seq_len")
             if getattr(self, name) < 1
         ]
-        if self.replicas > num_slots:
+        if self.plan is not None:
+            pass  # its replicas and lanes are checked with it
+        elif self.replicas > num_slots:
             problems.append(
                 f"replicas ({self.replicas}) need at least as many slots, and there are {num_slots}; "
                 f"lower --replicas or start {self.replicas} processes or more"

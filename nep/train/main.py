@@ -28,9 +28,9 @@ from nep.fault_tolerance.timeline import Recovery
 from nep.moe.aux_losses import AuxLosses
 from nep.parallel.optimizer import OptimizerConfig
 from nep.planning.cluster import Cluster
-from nep.planning.planner import plan_from_scratch
 from nep.planning.shapes import ModelShape, parameter_lines, preset
 from nep.report.layouts import layout_picture
+from nep.report.readers.plan_file import read_plan
 from nep.report.summary import summary
 from nep.report.terminal import ProgressLine, print_text, terminal_width
 from nep.train.config import TrainConfig
@@ -93,6 +93,8 @@ class Options:
     """Every time-out is derived from this; more than the longest time between two exchanges."""
     validation_sequences: int = 16
     """Held-out sequences for the validation loss."""
+    plan: Path | None = None
+    """Plan to begin with (a file of nep plan --out); replicas, lanes and redundancy are the plan's then."""
     fail: Annotated[tuple[str, ...], tyro.conf.UseAppendAction] = ()
     """Failure to inject, SLOT@STEP[:KIND[@PHASE]], for example 2@30 or 0@5:kill@vote; repeatable."""
     run_dir: Path = Path("runs")
@@ -143,6 +145,9 @@ def main(build: BuildModel, arguments: Sequence[str] | None = None) -> int:
                 raise ValueError(f"dry_run_slots ({options.dry_run_slots}) must be at least 1, and needs --dry-run")
             num_slots = options.dry_run_slots
         request = _checked(options, num_slots)
+        plan = request.config.plan
+        if plan is not None and (spec is None or spec.slot == 0):
+            print(f"plan {plan.number} from {options.plan}, digest {plan.digest}", flush=True)
         if options.dry_run:
             if spec is None or spec.slot == 0:
                 print(_dry_run_text(request, num_slots))
@@ -157,16 +162,17 @@ def main(build: BuildModel, arguments: Sequence[str] | None = None) -> int:
 def _checked(options: Options, num_slots: int) -> _Request:
     """Everything that can be wrong is found here, before any process is started."""
     shape = preset(options.model)
+    plan = None if options.plan is None else read_plan(options.plan)
     config = TrainConfig(
         steps=options.steps,
-        replicas=options.replicas,
-        tp=options.tp,
+        replicas=options.replicas if plan is None else len(plan.replicas),
+        tp=options.tp if plan is None else max(len(lane.slots) for lane in plan.lanes),
         global_batch_size=options.global_batch_size,
         micro_batch_size=options.micro_batch_size,
         seq_len=options.seq_len,
         dtype=options.dtype,
         seed=options.seed,
-        redundancy=options.redundancy,
+        redundancy=options.redundancy if plan is None else plan.redundancy,
         optimizer=OptimizerConfig(
             lr=options.lr,
             warmup_steps=options.warmup_steps,
@@ -183,6 +189,7 @@ def _checked(options: Options, num_slots: int) -> _Request:
         loads_out=options.loads_out,
         save_params=options.save_params,
         json=options.json,
+        plan=plan,
     )
     config.check(shape, num_slots)
     data = load_text(options.data).samples(seq_len=config.seq_len, seed=config.seed)
@@ -197,14 +204,7 @@ def _checked(options: Options, num_slots: int) -> _Request:
 def _dry_run_text(request: _Request, num_slots: int) -> str:
     shape, config = request.shape, request.config
     lines = parameter_lines(shape)
-    plan = plan_from_scratch(
-        Cluster.uniform(num_slots, num_slots),
-        lines,
-        num_replicas=config.replicas,
-        global_batch_size=config.global_batch_size,
-        redundancy=config.redundancy,
-        lane_slots=config.tp,
-    )
+    plan = config.first_plan(Cluster.uniform(num_slots, num_slots), lines)
     held = max(
         sum(plan.holders.num_units(line.axis, slot) * line.unit_numel for line in lines.values())
         for slot in plan.slots

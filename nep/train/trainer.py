@@ -32,7 +32,7 @@ from nep.parallel.parallelize import parallelize
 from nep.parallel.state import SlotState
 from nep.planning.cluster import Cluster
 from nep.planning.plan import Plan
-from nep.planning.planner import plan_from_scratch, plan_mirrors
+from nep.planning.planner import plan_mirrors
 from nep.train.config import TrainConfig
 from nep.train.data import SampleSource
 from nep.train.initialization import initial_units
@@ -149,25 +149,19 @@ class Trainer:
                 else:
                     self._recovery = recover(run, fault, number, members, self._recovery or Recovery())
                     self._begin(self._recovery.reason)
+                    run.parking.reap()  # before its sockets cost time, see `Fault.without_frames`
                 number, members = run.current.number, run.current.members
                 self._train()
                 self._finish()
                 return
             except Fault as broken:
-                fault = broken
+                fault = broken.without_frames()
 
     def _found(self, job: Job, store: ControlStore) -> tuple[Plan, tuple[int, ...]]:
         """Generation 1: the plan that one slot wrote and all read."""
         lines = self._make_model().parameter_lines()  # type: ignore[operator]
         cluster = Cluster.uniform(job.num_slots, job.slots_per_node)
-        mine = plan_from_scratch(
-            cluster,
-            lines,
-            num_replicas=self.config.replicas,
-            global_batch_size=self.config.global_batch_size,
-            redundancy=self.config.redundancy,
-            lane_slots=self.config.tp,
-        )
+        mine = self.config.first_plan(cluster, lines)
         decision = Decision(
             generation=1,
             members=tuple(range(job.num_slots)),
@@ -211,7 +205,9 @@ class Trainer:
             device=create_device(_listen_on(job.store_address)),
             recipe=recipe,
             probe=injector.at,
-            cluster=Cluster.uniform(job.num_slots, job.slots_per_node),
+            cluster=Cluster.uniform(job.num_slots, job.slots_per_node).with_speeds(
+                dict(zip(plan.slots, plan.speeds_ppm, strict=True))
+            ),
             progress=Progress(slot=job.slot, layout=plan.number, layout_digest=plan.digest),
             state=state,
             sync=GradSync.build(state, lines, recipe.dtype),

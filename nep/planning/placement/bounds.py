@@ -82,7 +82,7 @@ def pieces_needed(problem: Problem, deadline_s: Floats) -> Integers:
     unit = problem.work_s / (size * fastest)
     # A hair more than the deadline, or an expert that just meets it would be cut.
     slack = deadline_s[:, None] * (1 + 1e-9) - fixed
-    units = np.floor(np.minimum(slack, unit * size) / np.maximum(unit, 1e-300))
+    units = np.floor(np.minimum(slack, unit * size) / np.maximum(unit, 1e-150))
     units = np.where(unit > 0, units, np.where(slack >= 0, size, 0))
     return np.where(units >= 1, -(-size // np.maximum(units, 1)), size + 1).astype(np.int64)
 

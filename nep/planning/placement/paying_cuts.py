@@ -80,5 +80,5 @@ def polish(state: State, *, cut: bool = True) -> None:
     """Moves and swaps pieces while that takes seconds off the busiest slot."""
     # About as many cuts as slots make them level; what comes after is worth little. Whole experts stop sooner.
     slots = state.problem.num_slots
-    rules = Rules(cut=cut, steps=min(slots + 16 if cut else max(16, slots // 2), _MOVES))
+    rules = Rules(cut=cut, steps=min(slots + 16 if cut else max(14, slots // 4), _MOVES))
     descend(state, np.arange(state.problem.num_layers), rules)

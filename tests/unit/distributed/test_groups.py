@@ -2,12 +2,17 @@
 
 from __future__ import annotations
 
+import threading
+import time
+
 import pytest
 import torch
+import torch.distributed as dist
 
+from nep.distributed import groups
 from nep.distributed.collectives import all_gather_bytes, sum_exact
-from nep.distributed.groups import Communicator, Groups, ParkingLot
-from nep.distributed.waiting import FailedLaunch, Waiter, WaitingThread
+from nep.distributed.groups import Communicator, Groups, ParkingLot, build_groups
+from nep.distributed.waiting import FailedLaunch, Fault, Waiter, WaitingThread
 
 WAITER = Waiter(lambda: None, 1.0)
 
@@ -27,6 +32,48 @@ def test_a_slot_alone_needs_no_group() -> None:
     assert sent == ["sent"]
     values = torch.tensor([[2**60, 1], [0, -3]])
     assert torch.equal(sum_exact(communicator, values, WAITER, "a test"), values)
+
+
+def test_what_was_built_before_a_fault_is_closed(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Two groups stand when the generation breaks: their threads must end, and the store's connection is free again."""
+    built: list[object] = []
+    threads: list[WaitingThread] = []
+    release, free = threading.Event(), threading.Event()
+
+    class Recorded(WaitingThread):
+        def __init__(self, name: str):
+            super().__init__(name)
+            threads.append(self)
+
+    def create(store: object, *, rank: int, size: int, timeout_s: float, device: object) -> object:
+        built.append(object())
+        if len(built) == 3:
+            release.wait(10)
+        return built[-1]
+
+    monkeypatch.setattr(groups, "WaitingThread", Recorded)
+    monkeypatch.setattr(groups, "create_process_group", create)
+    with pytest.raises(Fault, match="slot 3 has ended"):
+        build_groups(
+            generation=2,
+            slot=0,
+            slots=(0, 1),
+            replica=(0, 1),
+            lane=(0,),
+            store=dist.HashStore(),
+            device=None,
+            waiter=Waiter(lambda: "slot 3 has ended" if len(built) > 2 else None, 10.0),
+            group_timeout_s=10.0,
+            rebuild_timeout_s=10.0,
+            finished=free.set,
+        )
+    assert not free.is_set(), "the third is still being built on the connection"
+    release.set()
+    assert free.wait(10)
+    deadline = time.monotonic() + 10
+    while any(thread.alive for thread in threads):
+        assert time.monotonic() < deadline
+        time.sleep(0.005)
 
 
 def test_several_slots_need_one() -> None:
@@ -50,8 +97,8 @@ class Operation:
 
 def test_a_generation_stays_parked_until_all_its_operations_have_ended() -> None:
     lot, operations = ParkingLot(), [Operation(), Operation()]
-    groups = Groups(generation=1, **{name: alone(name) for name in ("transfer", "vote", "dispatch", "lane")})
-    lot.park(groups, operations)
+    parked = Groups(generation=1, **{name: alone(name) for name in ("transfer", "vote", "dispatch", "lane")})
+    lot.park(parked, operations)
     lot.park(None, [FailedLaunch(RuntimeError())])
     assert lot.reap() == 1, "what never started has ended"
     operations[0].over = True

@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
+import gc
 import threading
 import time
+import weakref
+from collections.abc import Callable
 
 import pytest
 
@@ -92,6 +95,58 @@ def test_a_failed_operation_is_a_fault_with_the_first_line(error: Exception, sai
         assert caught.value.kind == "peer" and caught.value.detail == f"the vote failed: {said}"
         assert caught.value.__cause__ is error
     assert waiter.parked == failed
+
+
+class Held:
+    """Stands for groups and activations of a broken generation."""
+
+
+def failed_call(held: Held) -> Pending:
+    def call() -> None:
+        raise RuntimeError("reset by peer" if held else "")
+
+    pending = PendingCall([call])
+    pending.run()
+    return pending
+
+
+def failed_launch(held: Held) -> Pending:
+    """As in `Communicator.exchange`: the frame in which the launch fails has the group."""
+    try:
+        raise RuntimeError("reset by peer")
+    except RuntimeError as error:
+        return FailedLaunch(error) if held else Nothing()
+
+
+def failed_later(held: Held) -> Pending:
+    return Operation(0, RuntimeError("reset by peer"))
+
+
+@pytest.mark.parametrize("fail", [failed_call, failed_launch, failed_later])
+def test_a_fault_that_is_kept_lets_go_of_what_its_frames_held(fail: Callable[[Held], Pending]) -> None:
+    """A trainer keeps its last fault until the next, and what is parked may be for long."""
+    held: list[weakref.ref[Held]] = []
+    waiter = Waiter(lambda: None, 10.0)
+
+    def work() -> None:
+        mine = Held()
+        held.append(weakref.ref(mine))
+        waiter.wait(fail(mine), "a vote")
+        raise AssertionError(mine)
+
+    gc.disable()
+    try:
+        try:
+            work()
+        except Fault as broken:
+            kept = broken.without_frames()
+            assert held[0]() is not None
+        if fail is failed_call:  # the call itself refers to it
+            waiter.parked.clear()
+        assert held[0]() is None, "not even a cycle may hold it"
+    finally:
+        gc.enable()
+    assert kept.kind == "peer" and "reset by peer" in kept.detail
 
 
 def test_a_call_that_failed_is_done_but_has_ended_only_when_the_others_have() -> None:

@@ -216,6 +216,12 @@ def test_problems_are_all_told_at_once() -> None:
         assert f"({value})" in problem and "must" in problem
 
 
+@pytest.mark.parametrize("name", ["lr", "weight_decay"])
+def test_what_must_be_finite(name: str) -> None:
+    (problem,) = OptimizerConfig(**{name: math.inf}).problems()
+    assert problem.startswith(f"{name} (inf)")
+
+
 @pytest.mark.parametrize("name", ["lr", "min_lr_ratio", "beta1", "beta2", "eps", "weight_decay", "clip_norm"])
 def test_not_a_number_is_a_problem(name: str) -> None:
     (problem,) = OptimizerConfig(**{name: math.nan}).problems()

@@ -5,7 +5,7 @@ from pathlib import Path
 
 import numpy as np
 import pytest
-from hypothesis import given
+from hypothesis import assume, given
 from hypothesis import strategies as st
 from hypothesis.strategies import DrawFn
 from numpy.typing import NDArray
@@ -98,15 +98,15 @@ def test_equal_domains_share_every_copied_expert(
     assert (num_domains(copies, limits.domains)[copied] >= min(2, num_domains_)).all()
 
 
-@given(st.data(), st.integers(1, 9), st.integers(2, 8), st.integers(1, 14))
-def test_slots_and_experts_are_connected_where_copies_suffice(
+@given(st.data(), st.integers(1, 11), st.integers(2, 8), st.integers(1, 20))
+def test_slots_and_experts_are_connected_with_as_few_copies_as_it_takes(
     data: st.DataObject, slots: int, places: int, experts: int
 ) -> None:
-    experts = min(experts, slots * places)
+    # Every slot has two places at least: with one, it is a dead end.
     limits = SlotLimits.uniform(slots, places)
-    copies = place_copies(data.draw(expert_loads(experts)), limits)
-    if limits.num_places(experts) < experts + slots - 1:
-        return
+    enough = experts + slots - 1
+    assume(sum(min(place, experts) for place in limits.places) >= enough)
+    copies = place_copies(data.draw(expert_loads(experts)), limits, num_copies=enough)
     for layer in copies:
         reached = {0}
         for _ in range(slots):
@@ -172,6 +172,20 @@ def test_slots_without_a_place_stay_empty() -> None:
     assert limits.places == (5, 0, 5, 0)
     copies = place_copies(ExpertLoads.uniform(3, 7), limits)
     assert copies.sum(axis=1).tolist() == [[5, 0, 5, 0]] * 3
+
+
+def test_an_exchange_brings_copies_into_a_second_domain() -> None:
+    # Slot by slot, expert 1 or 0 finds the places of the other domain taken.
+    limits = SlotLimits(places=(1, 1, 2, 1, 1), speeds_ppm=(1,) * 5, domains=(0, 0, 1, 1, 1))
+    copies = place_copies(ExpertLoads(mean=np.array([[3.0, 4.0, 7.0]])), limits)
+    assert (num_domains(copies, limits.domains) == np.minimum(2, copies.sum(axis=2))).all()
+
+
+def test_equal_shares_are_balanced_where_experts_are_many() -> None:
+    mean = np.random.default_rng(0).pareto(2.0, (20, 128)) + 0.1
+    copies = place_copies(ExpertLoads(mean=mean), SlotLimits.uniform(16, 9, slots_per_domain=4))
+    equal = (mean / copies.sum(axis=2))[:, None, :] @ copies
+    assert (equal.mean(axis=2) / equal.max(axis=2)).mean() > 0.995
 
 
 def test_a_very_slow_slot_gets_copies_that_others_have_too() -> None:

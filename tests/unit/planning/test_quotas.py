@@ -105,6 +105,50 @@ def test_paths_alone_find_the_optimum_too(placement: tuple[Ints, Ints, list[int]
         check_optimal(*placement)
 
 
+@st.composite
+def trees(draw: DrawFn) -> tuple[list[tuple[int, int, list[int]]], dict[int, int], list[int], list[int]]:
+    """Experts that join slots to a tree, leaves first, their tokens, and the tokens and speeds of the slots."""
+    branches: list[tuple[int, int, list[int]]] = []
+    slots = 1
+    while slots < 8 and draw(st.booleans()):
+        new = draw(st.integers(1, min(3, 8 - slots)))
+        branches.append((len(branches), draw(st.integers(0, slots - 1)), list(range(slots, slots + new))))
+        slots += new
+    # Large numbers, so that rounding to a token does not show.
+    tokens = st.one_of(st.just(0), st.integers(0, 100)).map(lambda hundreds: hundreds * 10**6)
+    movable = dict(enumerate(draw(_lists(tokens, len(branches)))))
+    speed = draw(st.sampled_from([st.just(1), st.integers(1, 4)]))
+    return branches[::-1], movable, draw(_lists(tokens, slots)), draw(_lists(speed, slots))
+
+
+@given(trees())
+def test_levels_on_a_tree_are_as_equal_as_possible(
+    tree: tuple[list[tuple[int, int, list[int]]], dict[int, int], list[int], list[int]],
+) -> None:
+    branches, movable, tokens, speeds = tree
+    slots = list(range(len(tokens)))
+    # The fullest set of slots, the largest of equals, is as full as its own experts make it. Then the next without it.
+    experts = [({above, *below}, movable[expert]) for expert, above, below in branches]
+    experts += [({slot}, have) for slot, have in enumerate(tokens)]
+    expected = [0] * len(slots)
+    rest = set(slots)
+    while rest:
+        best, fullest = Fraction(-1), set[int]()
+        for chosen in range(1, 2 ** len(slots)):
+            members = {slot for slot in rest if chosen >> slot & 1}
+            if not members:
+                continue
+            inside = sum(count for hosts, count in experts if hosts <= members)
+            level = Fraction(inside, sum(speeds[slot] for slot in members))
+            if (level, len(members)) > (best, len(fullest)):
+                best, fullest = level, members
+        for slot in fullest:
+            expected[slot] = ceil(best * speeds[slot])
+        experts = [(hosts - fullest, count) for hosts, count in experts if not hosts <= fullest]
+        rest -= fullest
+    assert quotas._tree_limits(branches, slots, movable, tokens, speeds) == pytest.approx(expected, abs=40)
+
+
 @given(placements(), st.integers(2, 1000))
 def test_only_the_proportion_of_speeds_counts(placement: tuple[Ints, Ints, list[int]], factor: int) -> None:
     counts, copies, speeds = placement
@@ -183,7 +227,7 @@ def test_quotas_are_the_same_on_every_machine() -> None:
     speeds = [700_000 + 23_041 * slot for slot in range(slots)]
     shares = split_quotas(counts, copies, speeds)
     digest = hashlib.sha256(json.dumps(shares.tolist()).encode()).hexdigest()
-    assert digest == "1e83ddf44d8cfc8275a6b2930ed1def71d495f12e9834bcfceebe958d2277ab9"
+    assert digest == "811bfc3d88df5ff13fc3d58f8bddec8311b114dfd167124cd2e3143a773d01dc"
 
 
 def test_quotas_of_the_next_window_balance_a_placement_for_this_one(data_dir: Path) -> None:

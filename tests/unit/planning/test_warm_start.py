@@ -101,6 +101,25 @@ def test_after_a_loss_what_was_lost_moves_and_no_more_than_allowed(
     assert (after == repair_copies(before, loads, limits, lost, max_extra=extra)).all()
 
 
+@given(SEEDS, st.integers(2, 4), st.integers(1, 3), st.integers(2, 6), st.integers(2, 14))
+def test_changes_leave_copied_experts_in_two_domains(
+    seed: int, domains: int, slots_per_domain: int, places: int, experts: int
+) -> None:
+    slots = domains * slots_per_domain
+    experts = min(experts, places * (slots - 1))
+    limits = SlotLimits.uniform(slots, places, slots_per_domain)
+    before = place_copies(random_loads(seed, 2, experts), limits)
+    loads = random_loads(seed + 1, 2, experts)
+    assert _all_in_two_domains(before, slots_per_domain)
+    assert _all_in_two_domains(adapt_copies(before, loads, limits), slots_per_domain)
+
+
+def _all_in_two_domains(copies: Copies, slots_per_domain: int) -> bool:
+    layers, experts, slots = copies.shape
+    of_domain = copies.reshape(layers, experts, slots // slots_per_domain, slots_per_domain).any(axis=3)
+    return bool((of_domain.sum(axis=2) >= np.minimum(2, copies.sum(axis=2))).all())
+
+
 def test_nothing_moves_where_nothing_was_lost_or_gained() -> None:
     limits = SlotLimits.uniform(8, 5, slots_per_domain=2)
     loads = random_loads(1, 3, 32)

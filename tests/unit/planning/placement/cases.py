@@ -56,9 +56,7 @@ def costs(draw: DrawFn, max_units: int = 9) -> PlacementCost:
 
 
 @st.composite
-def cases(
-    draw: DrawFn, max_layers: int = 3, max_experts: int = 7, max_slots: int = 5, max_units: int = 9
-) -> Case:
+def cases(draw: DrawFn, max_layers: int = 3, max_experts: int = 7, max_slots: int = 5, max_units: int = 9) -> Case:
     """Problems that can be solved: any counts, unequal speeds, uneven memory of either kind, or no limit."""
     layers = draw(st.integers(1, max_layers))
     experts = draw(st.integers(1, max_experts))

@@ -52,9 +52,7 @@ def test_the_bound_is_the_largest_of_its_parts_and_names_it(case):
 
 def problem_of(mean, speeds, *, size=1, row_s=0.0, piece_s=0.0, memory=None) -> Problem:
     mean = np.array([mean], dtype=float)
-    cost = PlacementCost(
-        token_s=1.0, row_s=row_s, piece_s=piece_s, units_per_expert=size, tokens=float(mean.sum())
-    )
+    cost = PlacementCost(token_s=1.0, row_s=row_s, piece_s=piece_s, units_per_expert=size, tokens=float(mean.sum()))
     return Problem.of(ExpertLoads(mean=mean), speeds=speeds, cost=cost, memory_units=memory)
 
 

@@ -24,9 +24,7 @@ def test_seconds_are_those_of_the_pieces(data):
     units = data.draw(any_cut(case))
     fast = slot_seconds(units, case.loads, case.cost, case.speeds)
     np.testing.assert_allclose(fast, slow_slot_seconds(case, units), rtol=1e-12, atol=0)
-    np.testing.assert_array_equal(
-        layer_seconds(units, case.loads, case.cost, case.speeds), fast.max(axis=1)
-    )
+    np.testing.assert_array_equal(layer_seconds(units, case.loads, case.cost, case.speeds), fast.max(axis=1))
 
 
 def test_what_a_piece_costs():

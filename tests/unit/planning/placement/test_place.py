@@ -1,3 +1,5 @@
+from dataclasses import replace
+
 import numpy as np
 import pytest
 from hypothesis import given, settings
@@ -35,6 +37,15 @@ def plain_seconds(case: Case) -> float:
     return float(slow_slot_seconds(case, units).max(axis=1).sum())
 
 
+def fits_whole(case: Case) -> bool:
+    """Whether memory, a pool or not, holds every expert whole."""
+    layers, experts, _ = case.shape
+    places = case.memory_units // case.size
+    if places.ndim == 1:
+        return int(places.sum()) >= layers * experts
+    return bool((places.sum(axis=1) >= experts).all())
+
+
 @settings(max_examples=200)
 @given(cases())
 def test_a_placement_is_complete_fits_and_is_never_worse_than_the_plain_one(case):
@@ -54,30 +65,29 @@ def test_a_placement_is_complete_fits_and_is_never_worse_than_the_plain_one(case
 @settings(max_examples=100)
 @given(cases())
 def test_whole_experts_are_whole(case):
-    try:
-        placed = place(case.loads, **case.keywords(), cut=False)
-    except ValueError as error:
-        assert "whole experts that fit" in str(error)
-        assert plain_seconds(case) == float("inf")
+    if plain_seconds(case) == float("inf") and not fits_whole(case):
+        with pytest.raises(ValueError, match="whole experts that fit"):
+            place(case.loads, **case.keywords(), cut=False)
         return
+    placed = place(case.loads, **case.keywords(), cut=False)
     check_complete(case, placed.units)
     check_memory(case, placed.units)
     assert set(np.unique(placed.units)) <= {0, case.size}
     assert placed.total_s <= plain_seconds(case) * (1 + 1e-6)
 
 
-@given(cases(max_layers=2), st.sampled_from((1e-6, 3.0, 1e6)))
+@given(cases(max_layers=2), st.sampled_from((2.0**-20, 2.0**7)))
 def test_the_unit_of_time_does_not_matter(case, scale):
-    cost = PlacementCost(
+    # Powers of two, which do not round.
+    cost = replace(
+        case.cost,
         token_s=case.cost.token_s * scale,
         row_s=case.cost.row_s * scale,
         piece_s=case.cost.piece_s * scale,
-        units_per_expert=case.size,
-        tokens=case.cost.tokens,
     )
     placed = place(case.loads, **case.keywords())
     scaled = place(case.loads, **{**case.keywords(), "cost": cost})
-    assert scaled.total_s == pytest.approx(scale * placed.total_s, rel=1e-3)
+    np.testing.assert_array_equal(scaled.units, placed.units)
 
 
 def test_what_was_considered_is_said():

@@ -35,9 +35,7 @@ def mixtral(data_dir: Path) -> ExpertLoads:
 def cost_of(size: int, row_s: float, piece_s: float = 0.0) -> PlacementCost:
     """Prices in seconds per token: rows as a share of the arithmetic, pieces as a share of an even slot's."""
     tokens = 8 * 4096 * SLOTS
-    return PlacementCost(
-        token_s=1, row_s=row_s, piece_s=piece_s * tokens / SLOTS, units_per_expert=size, tokens=tokens
-    )
+    return PlacementCost(token_s=1, row_s=row_s, piece_s=piece_s * tokens / SLOTS, units_per_expert=size, tokens=tokens)
 
 
 def pool(size: int, share: float) -> np.ndarray:

@@ -28,9 +28,7 @@ def test_a_change_fits_pays_and_keeps_to_its_budget(case, data):
     received = int(np.maximum(change.units - before, 0).sum())
     assert change.moved_units == received <= (layers * experts * case.size if budget is None else budget)
     np.testing.assert_allclose(change.before_s, layer_seconds(before, loads, case.cost, case.speeds), rtol=1e-9)
-    np.testing.assert_allclose(
-        change.seconds, layer_seconds(change.units, loads, case.cost, case.speeds), rtol=1e-9
-    )
+    np.testing.assert_allclose(change.seconds, layer_seconds(change.units, loads, case.cost, case.speeds), rtol=1e-9)
     gain = change.before_s.sum() - change.total_s
     assert gain >= price * change.moved_units - 1e-9 * change.before_s.sum()
     again = warm(before, loads, **keywords)
