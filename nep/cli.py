@@ -14,7 +14,7 @@ import tyro
 import nep
 
 # Exit codes of all commands (0: done).
-BAD_INPUT = 2
+FAILED, BAD_INPUT = 1, 2
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -92,7 +92,7 @@ def main(arguments: Sequence[str] | None = None, *, commands: Mapping[str, Comma
         commands: Which commands there are, by name.
 
     Returns:
-        The exit code: 0 done, 2 bad input.
+        The exit code: 0 done, 1 the world is in the way, 2 bad input.
     """
     arguments = sys.argv[1:] if arguments is None else list(arguments)
     if not arguments or arguments[0] in ("-h", "--help"):
@@ -106,6 +106,10 @@ def main(arguments: Sequence[str] | None = None, *, commands: Mapping[str, Comma
             # Bad input: the sentence says what to do, a traceback would hide it.
             _one_line(f"{name}: {error}")
             return BAD_INPUT
+        except RuntimeError as error:
+            # The world is in the way, and the first sentence says how.
+            _one_line(f"{name}: {str(error).partition(chr(10))[0]}")
+            return FAILED
     if not name.startswith("-"):
         known = ", ".join(sorted(commands)) or "none in this version"
         _one_line(f"unknown command ({name}); commands: {known}; see nep --help")

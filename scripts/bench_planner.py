@@ -33,7 +33,7 @@ from nep.testing.planner_bench.measures import Measured, measure
 from nep.testing.planner_bench.planners import Planner, eplb_planners, our_planners
 
 BAD_INPUT = 2
-_WIDTH = 170
+_WIDTH = 200
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -123,6 +123,12 @@ def _machine() -> str:
     return f"{model}, {os.cpu_count()} cores, load {load}; Python {platform.python_version()}, numpy {np.__version__}"
 
 
+def _death(one: Measured) -> str:
+    if one.death_moved_share is None or one.death_balance is None or one.death_step_s is None:
+        return "-"
+    return f"{one.death_lost_share:.1%} {one.death_moved_share:.1%} {one.death_balance:.4f} {one.death_step_s:.3f}"
+
+
 def _text(case: Case, hardware: str, results: dict[str, Measured | str]) -> str:
     """A table of one case: each balance with its predicted step in seconds."""
     table = Table(box=None, padding=(0, 2, 0, 0), pad_edge=False)
@@ -139,6 +145,7 @@ def _text(case: Case, hardware: str, results: dict[str, Measured | str]) -> str:
         "in all",
         "rows",
         "busiest",
+        "a slot dies: lost, moved, then",
     ):
         table.add_column(title, no_wrap=True, header_style="")
     refused = []
@@ -159,6 +166,7 @@ def _text(case: Case, hardware: str, results: dict[str, Measured | str]) -> str:
             f"{one.memory_total:.3f}",
             f"{one.rows_per_token:.2f}",
             f"{one.busiest_rows:.2f}",
+            _death(one),
         )
     windows, layers, experts = case.windows.shape
     title = (

@@ -18,9 +18,7 @@ class Timeouts:
 
     def __post_init__(self) -> None:
         if not self.base_s > 0:
-            raise ValueError(
-                f"timeout base ({self.base_s} s) must be positive; give --timeout-base-s a value > 0"
-            )
+            raise ValueError(f"timeout base ({self.base_s} s) must be positive; give --timeout-base-s a value > 0")
 
     @property
     def wait_s(self) -> float:

@@ -44,9 +44,7 @@ class Failure:
         """
         match = _PATTERN.fullmatch(text)
         if match is None:
-            raise ValueError(
-                f"--fail {text!r} is not SLOT@STEP[:KIND[@PHASE]], for example 2@30 or 2@30:kill@vote"
-            )
+            raise ValueError(f"--fail {text!r} is not SLOT@STEP[:KIND[@PHASE]], for example 2@30 or 2@30:kill@vote")
         kind, phase = match["kind"] or "kill", match["phase"] or "forward"
         if kind not in KINDS:
             raise ValueError(f"--fail {text!r}: kind {kind!r} is none of {', '.join(KINDS)}")
@@ -68,9 +66,7 @@ class Injector:
         announce: called with one line just before the failure.
     """
 
-    def __init__(
-        self, failures: Sequence[Failure], slot: int, store: ControlStore, announce: Callable[[str], None]
-    ):
+    def __init__(self, failures: Sequence[Failure], slot: int, store: ControlStore, announce: Callable[[str], None]):
         self._mine = [(index, failure) for index, failure in enumerate(failures) if failure.slot == slot]
         self._store = store
         self._announce = announce

@@ -82,13 +82,9 @@ def agree(
         if not silent:
             ready_since = now if ready_since is None else ready_since
             if now - ready_since >= _TURN_S * live.index(own.slot):
-                records = {
-                    slot: Progress.from_json(_require(store, record_key(generation, slot))) for slot in live
-                }
+                records = {slot: Progress.from_json(_require(store, record_key(generation, slot))) for slot in live}
                 mine = decide(records, dead).to_json()
-                return _checked(
-                    Decision.from_json(store.compare_and_set(decision_key(generation), "", mine)), own.slot
-                )
+                return _checked(Decision.from_json(store.compare_and_set(decision_key(generation), "", mine)), own.slot)
         elif now > deadline:
             raise RuntimeError(
                 f"slots {silent} neither answered nor ended within {timeouts.agree_s:g} s of recovery; "

@@ -65,9 +65,7 @@ def enter_generation(run: SlotRun, number: int, members: tuple[int, ...], plan: 
     return Generation(number=number, members=members, groups=groups, waiter=waiter)
 
 
-def recover(
-    run: SlotRun, fault: Fault, number: int, members: tuple[int, ...], recovery: Recovery
-) -> Recovery:
+def recover(run: SlotRun, fault: Fault, number: int, members: tuple[int, ...], recovery: Recovery) -> Recovery:
     """Go from the broken generation `number` to one that works. Every live member calls it.
 
     Args:

@@ -52,9 +52,7 @@ class _Document:
             raise ValueError(f"{cls.__name__} ({text[:40]}) must be a JSON object")
         schema = document.pop("schema", None)
         if schema != SCHEMA:
-            raise ValueError(
-                f"{cls.__name__}.schema ({schema}) must be {SCHEMA}; run one release of nep on all slots"
-            )
+            raise ValueError(f"{cls.__name__}.schema ({schema}) must be {SCHEMA}; run one release of nep on all slots")
         known = {item.name for item in dataclasses.fields(cls)}  # type: ignore[arg-type]
         if unknown := document.keys() ^ known:
             raise ValueError(f"{cls.__name__} has unknown or missing fields {sorted(unknown)}")
@@ -298,9 +296,7 @@ def decide(
         ProtocolViolation: the records contradict each other.
     """
     if missing := waiting_for(members_before, records, dead):
-        raise TooEarly(
-            f"generation {generation}: slots {list(missing)} have neither posted nor are they dead"
-        )
+        raise TooEarly(f"generation {generation}: slots {list(missing)} have neither posted nor are they dead")
     survivors = {s: records[s] for s in sorted(members_before) if s in records and s not in dead}
     if not survivors:
         raise ProtocolViolation(f"generation {generation} has no survivor to decide it")
@@ -418,9 +414,7 @@ def state_source(owner: int, mirror: int | None, decision: Decision) -> int:
     for slot in (owner, mirror):
         if slot is not None and slot in decision.members and slot not in decision.returners:
             return slot
-    raise ProtocolViolation(
-        f"an interval of layout {decision.layout} lost both owner {owner} and mirror {mirror}"
-    )
+    raise ProtocolViolation(f"an interval of layout {decision.layout} lost both owner {owner} and mirror {mirror}")
 
 
 def _require(condition: bool, progress: Progress, what: str) -> None:

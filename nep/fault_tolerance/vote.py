@@ -139,9 +139,7 @@ class VoteRecord:
         body = bytes(blob[: _BODY.size])
         (stored,), computed = _CRC.unpack_from(blob, _BODY.size), zlib.crc32(body)
         if stored != computed:
-            raise CorruptRecord(
-                f"vote record's CRC (0x{stored:08x}) differs from its contents (0x{computed:08x})"
-            )
+            raise CorruptRecord(f"vote record's CRC (0x{stored:08x}) differs from its contents (0x{computed:08x})")
         version, kind, flags, slot, generation, samples, *words, digest, reserved = _BODY.unpack(body)
         if version != RECORD_VERSION:
             raise CorruptRecord(
@@ -151,9 +149,7 @@ class VoteRecord:
         if kind not in tuple(VoteKind):
             raise CorruptRecord(f"vote record of unknown kind {kind}")
         if flags & ~_FLAG_NONFINITE or reserved:
-            raise CorruptRecord(
-                f"vote record with unknown flags 0x{flags:02x} or reserved word 0x{reserved:08x}"
-            )
+            raise CorruptRecord(f"vote record with unknown flags 0x{flags:02x} or reserved word 0x{reserved:08x}")
         transaction, layout, norm2, tokens, loss, request, seconds, state_hash, sample_hash = words
         try:
             return cls(

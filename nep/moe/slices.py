@@ -63,11 +63,7 @@ def check_slices(slices: tuple[ExpertSlice, ...], *, num_experts: int, num_units
         if not 0 <= piece.expert < num_experts:
             raise ValueError(f"{piece} names an expert outside 0..{num_experts - 1}; use global expert ids")
         if piece.lo != offset or piece.hi <= piece.lo:
-            raise ValueError(
-                f"{piece} must start at unit {offset} and hold at least one unit; see expert_slices"
-            )
+            raise ValueError(f"{piece} must start at unit {offset} and hold at least one unit; see expert_slices")
         offset = piece.hi
     if offset != num_units:
-        raise ValueError(
-            f"slices end at unit {offset} but w13 and w2 store {num_units} units; pass them together"
-        )
+        raise ValueError(f"slices end at unit {offset} but w13 and w2 store {num_units} units; pass them together")

@@ -70,9 +70,7 @@ def split_experts(name: str, tensor: Tensor, shape: ModelShape) -> dict[str, Ten
         return {name: tensor.contiguous()}
     line = parameter_lines(shape)[name]
     if tuple(tensor.shape) != line.shape:
-        raise ValueError(
-            f"{name} {tuple(tensor.shape)} must be the whole line {line.shape}; gather all units first"
-        )
+        raise ValueError(f"{name} {tuple(tensor.shape)} must be the whole line {line.shape}; gather all units first")
     grouped = _by_expert(tensor.contiguous(), shape)
     neurons = (part.reshape(shape.ffn_hidden_size, -1) for expert in grouped for part in expert.unbind(1))
     return dict(zip(logical_names(name, shape), neurons, strict=True))
@@ -94,9 +92,7 @@ def merge_experts(name: str, tensors: Mapping[str, Tensor], shape: ModelShape) -
         if key not in tensors:
             raise ValueError(f"{key} is missing; the file does not hold the whole model")
         if tuple(tensors[key].shape) != expected[key]:
-            raise ValueError(
-                f"{key} {tuple(tensors[key].shape)} must have shape {expected[key]}; is it this model's?"
-            )
+            raise ValueError(f"{key} {tuple(tensors[key].shape)} must have shape {expected[key]}; is it this model's?")
     if not is_expert_parameter(name, shape):
         return tensors[name]
     keys = logical_names(name, shape)

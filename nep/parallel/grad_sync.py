@@ -65,9 +65,7 @@ class GradSync:
         by_layer: dict[int, list[str]] = {}
         for axis, names in axes(lines).items():
             by_layer.setdefault(lines[names[0]].layer, []).append(axis)
-        buckets = [
-            _bucket(state, grads, lines, layer, tuple(by_layer[layer]), dtype) for layer in sorted(by_layer)
-        ]
+        buckets = [_bucket(state, grads, lines, layer, tuple(by_layer[layer]), dtype) for layer in sorted(by_layer)]
         return cls(state=state, grads=grads, buckets=tuple(buckets))
 
     def zero_grads(self) -> None:

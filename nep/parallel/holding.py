@@ -42,8 +42,5 @@ class Holding:
         if sum(b - a for _, a, b in chunks) != hi - lo:
             return None
         return [
-            field[name][offset : offset + b - a]
-            for field in self.fields
-            for offset, a, b in chunks
-            for name in names
+            field[name][offset : offset + b - a] for field in self.fields for offset, a, b in chunks for name in names
         ]

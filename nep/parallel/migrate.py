@@ -72,9 +72,7 @@ def migrate(
     )
     for what, layout, kept, sources, destination, wire in moves:
         transfer = fetch([owners, mirrors], layout, order, have=kept, unit_numel=axis_unit_numel(lines))
-        compiled = compile_transfer(
-            transfer, transfer, names, sources=sources, destination=destination, dtype=wire
-        )
+        compiled = compile_transfer(transfer, transfer, names, sources=sources, destination=destination, dtype=wire)
         flight = launch(compiled, communicator, lambda: probe("recover"))
         local = [old.held()] if what == "parameters" and slot in whole else sources
         _copy_local(local, destination, kept, names)
@@ -93,9 +91,7 @@ def _union(first: Layout, second: Layout, order: tuple[str, ...]) -> Layout:
     )
 
 
-def _allocate(
-    layout: Layout, before: Layout, tensors: Tensors, slot: int, lines: Lines, dtype: torch.dtype
-) -> Tensors:
+def _allocate(layout: Layout, before: Layout, tensors: Tensors, slot: int, lines: Lines, dtype: torch.dtype) -> Tensors:
     """Tensors for `layout`; those of axes whose intervals stay exactly the same are shared."""
     return {
         name: tensors[name]
@@ -105,9 +101,7 @@ def _allocate(
     }
 
 
-def _shard(
-    layout: Layout, before: OptimizerShard, slot: int, lines: Lines, dtype: torch.dtype
-) -> OptimizerShard:
+def _shard(layout: Layout, before: OptimizerShard, slot: int, lines: Lines, dtype: torch.dtype) -> OptimizerShard:
     return OptimizerShard(
         layout=layout,
         slot=slot,
@@ -124,9 +118,7 @@ def _copy_local(
     """Fill what the slot had already; tensors that both states share are left alone."""
     slot = destination.slot
     for axis, parameters in names.items():
-        wanted = intersect(
-            normalize(destination.layout.intervals(axis, slot)), normalize(kept.intervals(axis, slot))
-        )
+        wanted = intersect(normalize(destination.layout.intervals(axis, slot)), normalize(kept.intervals(axis, slot)))
         for source in sources:
             if not wanted:
                 break

@@ -66,9 +66,7 @@ def parallelize(
         layer.experts.replace(slices, layer.experts.w13.detach(), layer.experts.w2.detach())
         if groups.dispatch.size > 1:
             cuts = {slot: holders.intervals(axis, slot) for slot in groups.dispatch.slots}
-            holds_en = holders_of_experts(
-                cuts, groups.dispatch.slots, units_per_expert, layer.router.num_experts
-            )
+            holds_en = holders_of_experts(cuts, groups.dispatch.slots, units_per_expert, layer.router.num_experts)
             layer.dispatcher = AllToAllDispatcher(groups.dispatch, waiter, holds_en, probe)
 
     if groups.lane.size > 1:

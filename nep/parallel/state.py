@@ -37,10 +37,7 @@ class OptimizerShard:
     @classmethod
     def empty(cls, layout: Layout, slot: int, lines: Lines, dtype: torch.dtype) -> OptimizerShard:
         """Zeros for the units that `slot` has in `layout`."""
-        kinds = {
-            kind: allocate(layout, slot, lines, dtype)
-            for kind in ("master", "exp_avg", "exp_avg_sq", "grad_sum")
-        }
+        kinds = {kind: allocate(layout, slot, lines, dtype) for kind in ("master", "exp_avg", "exp_avg_sq", "grad_sum")}
         return cls(layout=layout, slot=slot, **kinds)
 
     def state(self) -> Holding:

@@ -34,9 +34,7 @@ class Slot:
         if self.health not in get_args(Health):
             errors.append(f"health ({self.health!r}) must be one of {', '.join(get_args(Health))}")
         if self.speed_ppm < 1:
-            errors.append(
-                f"speed_ppm ({self.speed_ppm}) must be at least 1; fail or idle a slot that stands still"
-            )
+            errors.append(f"speed_ppm ({self.speed_ppm}) must be at least 1; fail or idle a slot that stands still")
         if errors:
             raise ValueError(f"slot {self.index}: " + "; ".join(errors))
 
@@ -60,8 +58,7 @@ class Cluster:
         """Healthy slots of full speed; the last node may have fewer."""
         if num_slots < 1 or slots_per_node < 1:
             raise ValueError(
-                f"num_slots ({num_slots}) and slots_per_node ({slots_per_node}) must be at least 1; "
-                "a job needs a slot"
+                f"num_slots ({num_slots}) and slots_per_node ({slots_per_node}) must be at least 1; a job needs a slot"
             )
         return cls(tuple(Slot(index, index // slots_per_node) for index in range(num_slots)))
 
@@ -103,9 +100,7 @@ class Cluster:
         """
         changed = frozenset(slots)
         self._require(changed)
-        return Cluster(
-            tuple(replace(slot, health=health) if slot.index in changed else slot for slot in self.slots)
-        )
+        return Cluster(tuple(replace(slot, health=health) if slot.index in changed else slot for slot in self.slots))
 
     def with_speeds(self, speeds_ppm: Mapping[int, int]) -> "Cluster":
         """The same cluster with other speeds of some slots.

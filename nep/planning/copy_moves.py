@@ -150,7 +150,7 @@ def _candidates(layer: LayerCopies) -> list[_Candidate]:
     sides = _Sides.of(layer)
     unit = sides.speed * layer.average
     found: list[_Candidate] = []
-    for changes, amount, slot in (*_exchanges(layer, sides), *_relocations(layer, sides)):
+    for changes, amount, slot in _exchanges(layer, sides):
         # What goes beyond what is wanted has to come back.
         found.append((changes, (amount if amount <= sides.wanted[slot] else 2 * sides.wanted[slot] - amount) / unit))
     for changes, amount, slot in _bridges(layer, sides):
@@ -193,30 +193,6 @@ def _exchanges(layer: LayerCopies, sides: _Sides) -> Iterator[tuple[list[Change]
                 changes += [Change(returned, b, -1), Change(returned, a, 1)]
             changes.append(Change(give[i], b, 1))
             yield changes, float(given[i] - taken[j]), b
-
-
-def _relocations(layer: LayerCopies, sides: _Sides) -> Iterator[tuple[list[Change], float, int]]:
-    """Copies that have to be sent anyway go to another slot, and what they replaced comes back."""
-    for slot in sides.full:
-        idle = np.flatnonzero(layer.previous[:, slot]).tolist()
-        idle = [expert for expert in idle if layer.addable(expert, slot)]
-        returned = max(idle, key=lambda expert: layer.tokens[expert], default=-1)
-        for expert in sorted(layer.on_slot[slot]):
-            if layer.previous[expert, slot] or len(layer.hosts[expert]) > 1:
-                continue
-            weight = layer.tokens[expert]
-            nearest = sorted(sides.others, key=lambda other: abs(weight - sides.wanted[other]))
-            for other in nearest[: _HOT + 1]:
-                victims = [-1] if layer.free[other] > 0 else [victim for victim, _ in _victims(layer, other)[:2]]
-                for victim in victims:
-                    if victim >= 0 and victim == returned:
-                        continue
-                    changes = [Change(expert, slot, -1), Change(expert, other, 1)]
-                    if victim >= 0:
-                        changes.insert(1, Change(victim, other, -1))
-                    if returned >= 0:
-                        changes.append(Change(returned, slot, 1))
-                    yield changes, float(weight), other
 
 
 def _bridges(layer: LayerCopies, sides: _Sides) -> Iterator[tuple[list[Change], float, int]]:

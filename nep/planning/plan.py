@@ -77,8 +77,7 @@ class Plan:
         """The one text form of the plan: sorted keys, no spaces, integers only; equal plans, equal text."""
         value: dict[str, Any] = {field.name: getattr(self, field.name) for field in fields(self)}
         value["lanes"] = [
-            {"replica": lane.replica, "slots": lane.slots, "num_sequences": lane.num_sequences}
-            for lane in self.lanes
+            {"replica": lane.replica, "slots": lane.slots, "num_sequences": lane.num_sequences} for lane in self.lanes
         ]
         for name in ("holders", "owners", "mirrors"):
             value[name] = value[name].to_json()
@@ -201,9 +200,7 @@ def _form_errors(plan: Plan) -> list[str]:
         errors.append(f"replicas {plan.replicas} must share out the slots {list(plan.slots)}, each slot once")
     in_lanes = sorted(slot for lane in plan.lanes for slot in lane.slots)
     if in_lanes != list(plan.slots) or not all(lane.slots for lane in plan.lanes):
-        errors.append(
-            f"lanes must share out the slots {list(plan.slots)}, each slot once; they have {in_lanes}"
-        )
+        errors.append(f"lanes must share out the slots {list(plan.slots)}, each slot once; they have {in_lanes}")
     for index, lane in enumerate(plan.lanes):
         replica = plan.replicas[lane.replica] if lane.replica < len(plan.replicas) else ()
         if not set(lane.slots) <= set(replica):
@@ -218,7 +215,5 @@ def _form_errors(plan: Plan) -> list[str]:
     for name, layout in (("holders", plan.holders), ("owners", plan.owners), ("mirrors", plan.mirrors)):
         strangers = sorted(set(layout.slots()) - used)
         if strangers:
-            errors.append(
-                f"{name} names slots {strangers} that the plan does not use; restrict it to its slots"
-            )
+            errors.append(f"{name} names slots {strangers} that the plan does not use; restrict it to its slots")
     return errors

@@ -135,7 +135,9 @@ def reference_gradients(
     loss_sum, num_tokens = reference_loss(shape, leaves, tokens_bt, targets_bt, scores)
     loss = loss_sum / num_tokens
     aux = sum(_aux_losses(shape, layer, len(tokens_bt), z_loss, balance_loss) for layer in scores)
-    found = torch.autograd.grad(loss + aux / num_tokens, list(leaves.values()), materialize_grads=True, allow_unused=True)
+    found = torch.autograd.grad(
+        loss + aux / num_tokens, list(leaves.values()), materialize_grads=True, allow_unused=True
+    )
     return float(loss.detach()), dict(zip(leaves, found, strict=True))
 
 
@@ -168,9 +170,7 @@ def reference_logits(
             for name, value in params.items()
             if name.startswith(f"layers.{layer}.")
         }
-        x_btd = x_btd + _attention(
-            shape, of_layer, _rms_norm(shape, x_btd, of_layer["attention_norm.weight"])
-        )
+        x_btd = x_btd + _attention(shape, of_layer, _rms_norm(shape, x_btd, of_layer["attention_norm.weight"]))
         normed_btd = _rms_norm(shape, x_btd, of_layer["moe_norm.weight"])
         if router_scores is not None:
             router_scores.append(_router_scores(shape, of_layer, normed_btd))
@@ -275,9 +275,7 @@ def _experts(shape: ModelShape, params: Mapping[str, Tensor], x_btd: Tensor) -> 
 def _check(shape: ModelShape, params: Mapping[str, Tensor]) -> None:
     lines = parameter_lines(shape)
     if set(params) != set(lines):
-        raise ValueError(
-            f"params differ from the model's in {sorted(set(params) ^ set(lines))}; pass all, once"
-        )
+        raise ValueError(f"params differ from the model's in {sorted(set(params) ^ set(lines))}; pass all, once")
     for name, line in lines.items():
         value = params[name]
         # A whole tensor may come with or without its axis of one unit.

@@ -84,6 +84,11 @@ def main(arguments: Sequence[str], *, measure: Callable[..., HardwareProfile] | 
     base = read_hardware(options.base) if options.base is not None else None
     import torch  # only now: a mistake in the options must not cost the seconds that torch takes
 
+    try:
+        torch.zeros(1, device=options.device)
+    except (AssertionError, RuntimeError) as error:  # torch says the first where it was built without CUDA
+        reason = str(error).partition("\n")[0]
+        raise ValueError(f"device ({options.device}) cannot be used here: {reason}; --device cpu always can") from error
     if measure is None:
         from nep.train.calibrate import calibrate
 

@@ -33,9 +33,7 @@ class SampleSource(Protocol):
     num_train_samples: int  # in one epoch
     num_validation_samples: int
 
-    def train_batch(
-        self, first_index: int, count: int
-    ) -> tuple[npt.NDArray[np.int64], npt.NDArray[np.int64]]:
+    def train_batch(self, first_index: int, count: int) -> tuple[npt.NDArray[np.int64], npt.NDArray[np.int64]]:
         """Tokens and next tokens, each int64 [count, seq_len], of `count` samples from `first_index` on."""
 
     def validation_batch(self, first: int, count: int) -> tuple[npt.NDArray[np.int64], npt.NDArray[np.int64]]:
@@ -190,9 +188,7 @@ class TextSamples:
         window: npt.NDArray[np.uint8] = self._windows[self.train_windows(index, 1)[0]]
         return window
 
-    def train_batch(
-        self, first_index: int, count: int
-    ) -> tuple[npt.NDArray[np.int64], npt.NDArray[np.int64]]:
+    def train_batch(self, first_index: int, count: int) -> tuple[npt.NDArray[np.int64], npt.NDArray[np.int64]]:
         """Tokens and targets, int64 [count, seq_len]; see `SampleSource`."""
         return self._batch(self.train_windows(first_index, count))
 
@@ -249,9 +245,7 @@ def _standard_library_files(root: Path) -> Iterator[Path]:
     """Its *.py files without installed packages, tests, and records of the interpreter's own build."""
     left_out = {"site-packages", "dist-packages", "test", "tests", "idle_test", "__pycache__"}
     for folder, subfolders, names in os.walk(root):
-        subfolders[:] = [
-            name for name in subfolders if name not in left_out and not name.startswith("config-")
-        ]
+        subfolders[:] = [name for name in subfolders if name not in left_out and not name.startswith("config-")]
         for name in names:
             if name.endswith(".py") and not name.startswith("_sysconfigdata"):
                 yield Path(folder, name)
@@ -260,9 +254,7 @@ def _standard_library_files(root: Path) -> Iterator[Path]:
 def _visible_files(root: Path) -> Iterator[Path]:
     for folder, subfolders, names in os.walk(root):
         subfolders[:] = [name for name in subfolders if not name.startswith(".") and name != "__pycache__"]
-        yield from (
-            path for name in names if not name.startswith(".") and (path := Path(folder, name)).is_file()
-        )
+        yield from (path for name in names if not name.startswith(".") and (path := Path(folder, name)).is_file())
 
 
 def _is_text(path: Path) -> bool:

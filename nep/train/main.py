@@ -206,8 +206,7 @@ def _dry_run_text(request: _Request, num_slots: int) -> str:
     lines = parameter_lines(shape)
     plan = config.first_plan(Cluster.uniform(num_slots, num_slots), lines)
     held = max(
-        sum(plan.holders.num_units(line.axis, slot) * line.unit_numel for line in lines.values())
-        for slot in plan.slots
+        sum(plan.holders.num_units(line.axis, slot) * line.unit_numel for line in lines.values()) for slot in plan.slots
     )
     return "\n".join(
         (
@@ -279,9 +278,7 @@ class _View:
 
     def _recovery(self, trainer: Trainer, recovery: Recovery) -> None:
         if trainer.reports:
-            phases = ", ".join(
-                f"{name} {seconds * 1e3:.0f} ms" for name, seconds in recovery.phases_s().items()
-            )
+            phases = ", ".join(f"{name} {seconds * 1e3:.0f} ms" for name, seconds in recovery.phases_s().items())
             self._progress.message(
                 f"generation {recovery.generation}: {recovery.reason}; {recovery.total_s * 1e3:.0f} ms from failure "
                 f"to the next committed step ({phases})"

@@ -47,8 +47,7 @@ def outcome(trainer: Trainer, model_name: str) -> dict[str, Any]:
         "layout": trainer.plan.number,
         "unprotected_intervals": len(trainer.plan.unprotected(trainer.run_state.recipe.lines)),
         "failures": [
-            {"failure": str(failure), "fired": index in injected}
-            for index, failure in enumerate(config.failures)
+            {"failure": str(failure), "fired": index in injected} for index, failure in enumerate(config.failures)
         ],
     }
 

@@ -254,9 +254,7 @@ class Trainer:
             step = self.step + 1
             follow_generation(run.current.number, self.plan.replica_of(self.slot), self.slot, step)
             generation, probe = run.current, run.probe_at(step)
-            reduction = Reduction(
-                run.sync, generation.groups.transfer, generation.waiter, probe, self._overlap.collect
-            )
+            reduction = Reduction(run.sync, generation.groups.transfer, generation.waiter, probe, self._overlap.collect)
             sums = forward_backward(
                 self.model,
                 self._overlap,

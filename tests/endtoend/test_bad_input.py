@@ -92,6 +92,7 @@ CASES: dict[str, tuple[str, tuple[str, ...]]] = {
     "a failure of no kind": ("--fail 0@2:drop", ("'drop'", "kill, stop, exit0, exception")),
     "a failure in no phase": ("--fail 0@2:kill@lunch", ("'lunch'", "forward, dispatch")),
     "a failure that cannot be read": ("--fail yes", ("'yes'", "SLOT@STEP")),
+    "a plan that is not there": ("--plan nowhere.json", ("nowhere.json", "cannot be read", "nep plan --out")),
     "zero steps": ("--steps 0", ("steps (0)", "--steps")),
     "negative batch": ("--global-batch-size -4", ("global_batch_size (-4)", "--global-batch-size")),
     "auxiliary loss": ("--aux-loss-coefficient -0.01", ("aux_loss_coefficient (-0.01)", "at least 0")),

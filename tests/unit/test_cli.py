@@ -73,6 +73,12 @@ sys.exit("torch" in sys.modules)
     assert subprocess.run([sys.executable, "-c", code], capture_output=True, check=False).returncode == 0
 
 
+def test_trouble_in_the_world_is_one_line_too(capsys):
+    command = _command(error=RuntimeError("no source has layers.0.experts\nand a long explanation"))
+    assert main(["plan"], commands={"plan": command}) == 1
+    assert capsys.readouterr().err == "nep: plan: no source has layers.0.experts\n"
+
+
 def test_there_are_plan_and_calibrate(capsys):
     assert set(COMMANDS) >= {"plan", "calibrate"}
     for name in ("plan", "calibrate"):

@@ -81,9 +81,7 @@ def run_experts(
         if together and groups and _continues(groups[-1], group):
             last = groups[-1]
             end = group.stop - last.start
-            groups[-1] = Group(
-                last.lo, group.hi, last.num_slices + 1, last.start, group.stop, (*last.offsets, end)
-            )
+            groups[-1] = Group(last.lo, group.hi, last.num_slices + 1, last.start, group.stop, (*last.offsets, end))
         else:
             groups.append(group)
     y_rd: Tensor = _Experts.apply(
@@ -159,9 +157,7 @@ class _Experts(torch.autograd.Function):
             grad_h_sf2 = torch.empty_like(h_sf2)
             grad_gate_snb, grad_up_snb = _gate_up(grad_h_sf2, w13.size(2))
             torch.mul(grad_act_snb, silu_snb, out=grad_up_snb)
-            torch.ops.aten.silu_backward.grad_input(
-                grad_act_snb.mul_(up_snb), gate_snb, grad_input=grad_gate_snb
-            )
+            torch.ops.aten.silu_backward.grad_input(grad_act_snb.mul_(up_snb), gate_snb, grad_input=grad_gate_snb)
             rows_sd = permute_tokens(rows_rd, row_ids_s)
             products.outer(grad_h_sf2, rows_sd, group.offsets, _matrices(grad_w13, group))
             grad_rows_sd = products.rows_by(grad_h_sf2, w13_gfd, group.offsets).to(sum_dtype)

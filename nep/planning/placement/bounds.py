@@ -4,7 +4,6 @@ from dataclasses import dataclass, replace
 from typing import Literal, get_args
 
 import numpy as np
-from numpy.typing import NDArray
 
 from nep.planning.placement.problem import Floats, Integers, Problem
 
@@ -205,8 +204,3 @@ def binding_counts(bound: Bound) -> dict[Binding, int]:
     """In how many layers each thing binds, most first."""
     counts = {name: bound.binds.count(name) for name in get_args(Binding)}
     return dict(sorted(((name, count) for name, count in counts.items() if count), key=lambda one: -one[1]))
-
-
-def by_layer(bound: Bound, layer: int) -> NDArray[np.float64]:
-    """All bounds of one layer, in the order of `Binding`."""
-    return np.array([bound.parts[name][layer] for name in get_args(Binding)])

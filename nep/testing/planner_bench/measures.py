@@ -19,7 +19,7 @@ from nep.planning.quotas import QuotaSolver
 from nep.planning.shapes import ModelShape, parameter_lines
 from nep.planning.workload import Workload
 from nep.testing.planner_bench.cases import Case, Counts
-from nep.testing.planner_bench.planners import Placed, Planner
+from nep.testing.planner_bench.planners import Placed, Planner, without_last
 
 Floats = NDArray[np.float64]
 
@@ -46,6 +46,10 @@ class Measured:
         memory_total: units of all slots over those of the model.
         rows_per_token: rows that a token sends per layer.
         busiest_rows: rows of a layer's busiest slot over the mean.
+        death_lost_share: of all bytes, what the last slot held that nobody else does: it has to be moved if it dies.
+        death_moved_share: of all bytes, what slots receive when it dies; None if the planner has no way to go on.
+        death_balance: balance afterwards on the same window, tokens shared evenly over copies.
+        death_step_s: seconds of the step there.
     """
 
     planned: float
@@ -63,6 +67,10 @@ class Measured:
     memory_total: float
     rows_per_token: float
     busiest_rows: float
+    death_lost_share: float
+    death_moved_share: float | None = None
+    death_balance: float | None = None
+    death_step_s: float | None = None
 
     def to_json(self) -> dict[str, float | None]:
         """Plain numbers."""
@@ -92,9 +100,30 @@ def measure(planner: Planner, case: Case, *, workload: Workload, hardware: Hardw
     means = {key: statistics.fmean(row[key] for row in rows if key in row) for key in rows[-1]}
     return Measured(
         **means,
+        **_death(planner, case, workload, hardware),
         cpu_ms=_cpu_ms(planner, case, repeats),
         quotas_ms=statistics.median(quota_times) if quota_times else None,
     )
+
+
+def _death(planner: Planner, case: Case, workload: Workload, hardware: HardwareProfile) -> dict[str, float]:
+    """The last slot dies after the first window."""
+    loads = ExpertLoads.from_counts(case.windows[:1])
+    placed = planner.plan(loads, None)
+    kept = placed.units[:, :, :-1]
+    total = placed.units.sum()
+    missing = np.maximum(placed.size - kept.sum(axis=2), 0).sum()
+    numbers = {"death_lost_share": float(missing / total)}
+    if planner.recover is None:
+        return numbers
+    after = planner.recover(loads, placed)
+    bench = _Bench(without_last(case), workload, hardware)
+    shares = _even_shares(after)
+    return numbers | {
+        "death_moved_share": float(np.maximum(after.units - kept * (after.size // placed.size), 0).sum() / total),
+        "death_balance": bench.balance(after, shares, case.windows[0]),
+        "death_step_s": bench.step(bench.plan(after), after, shares, case.windows[0]).total,
+    }
 
 
 def _cpu_ms(planner: Planner, case: Case, repeats: int) -> float:
@@ -128,15 +157,15 @@ class _Bench:
         """Everything of one window and the next."""
         even = _even_shares(placed)
         quotas = self._quotas(placed, following, quota_times) if placed.has_copies else even
-        plan = self._plan(placed)
-        planned = self._step(plan, placed, even, loads)
+        plan = self.plan(placed)
+        planned = self.step(plan, placed, even, loads)
         numbers = {
-            "planned": self._balance(placed, even, loads),
+            "planned": self.balance(placed, even, loads),
             "planned_step_s": planned.total,
-            "next": self._balance(placed, even, following),
-            "next_step_s": self._step(plan, placed, even, following).total,
-            "next_quotas": self._balance(placed, quotas, following),
-            "next_quotas_step_s": self._step(plan, placed, quotas, following).total,
+            "next": self.balance(placed, even, following),
+            "next_step_s": self.step(plan, placed, even, following).total,
+            "next_quotas": self.balance(placed, quotas, following),
+            "next_quotas_step_s": self.step(plan, placed, quotas, following).total,
             "duplicates": float(np.maximum(placed.units - placed.size, 0).sum() / placed.size),
             "memory": float(placed.units.sum(axis=(0, 1)).max() / placed.units.sum(axis=(0, 1)).mean()),
             "memory_total": float(placed.units.sum() / (placed.size * loads.size)),
@@ -153,7 +182,7 @@ class _Bench:
         shape = self.case.shape
         return 3 * shape.ffn_hidden_size * shape.hidden_size * self.workload.parameter_bytes
 
-    def _balance(self, placed: Placed, shares: Floats, counts: Counts) -> float:
+    def balance(self, placed: Placed, shares: Floats, counts: Counts) -> float:
         """Of load, i.e. tokens times the part of the expert that a slot has of it."""
         part = 1.0 if placed.has_copies else placed.units / placed.size
         load = np.einsum("le,les->ls", counts.astype(np.float64), shares * part)
@@ -169,7 +198,7 @@ class _Bench:
         totals = counts[:, :, None].astype(np.float64)
         return np.where(totals > 0, quotas / np.maximum(totals, 1.0), _even_shares(placed))
 
-    def _step(self, plan: Plan, placed: Placed, shares: Floats, counts: Counts) -> StepTime:
+    def step(self, plan: Plan, placed: Placed, shares: Floats, counts: Counts) -> StepTime:
         return step_time(
             plan,
             shape=self._shape(placed),
@@ -184,7 +213,7 @@ class _Bench:
         """The model, cut as finely as the placement is."""
         return replace(self.case.shape, neuron_block=self.case.shape.ffn_hidden_size // placed.size)
 
-    def _plan(self, placed: Placed) -> Plan:
+    def plan(self, placed: Placed) -> Plan:
         """One replica that holds this placement; lanes of one slot."""
         lines = parameter_lines(self._shape(placed))
         experts = ExpertAxes.of(lines)

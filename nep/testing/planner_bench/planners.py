@@ -15,8 +15,9 @@ from nep.planning.costs import PlacementCost
 from nep.planning.hardware import HardwareProfile
 from nep.planning.loads import ExpertLoads
 from nep.planning.placement.place import place
+from nep.planning.placement.repair import repair
 from nep.planning.placement.warm import warm
-from nep.planning.warm_start import adapt_copies, plan_copies
+from nep.planning.warm_start import adapt_copies, plan_copies, repair_copies
 from nep.planning.workload import Workload
 from nep.testing.planner_bench.cases import Case
 
@@ -50,18 +51,20 @@ class Planner:
     Attributes:
         name: in the results.
         plan: loads, and the placement before or None, to a placement.
+        recover: loads and a placement whose last slot has died, to a placement on the others; None: it has no way.
         why_not: why it cannot plan this case; empty if it can.
     """
 
     name: str
     plan: Callable[[ExpertLoads, Placed | None], Placed]
+    recover: Callable[[ExpertLoads, Placed], Placed] | None = None
     why_not: str = ""
 
 
 def cost_of(case: Case, workload: Workload, hardware: HardwareProfile, block: int | None = None) -> PlacementCost:
     """Prices of a case."""
     shape = case.shape if block is None else replace(case.shape, neuron_block=block)
-    crosses = case.num_slots > case.slots_per_node
+    crosses = case.num_slots > (hardware.scale_up_slots or case.slots_per_node)
     return placement_cost(shape, workload, hardware, lanes=case.num_slots, crosses_domains=crosses)
 
 
@@ -97,6 +100,12 @@ def our_planners(case: Case, workload: Workload, hardware: HardwareProfile) -> l
         change = warm(before.units, loads, speeds=speeds, cost=coarse, memory_units=limits, budget_units=budget)
         return Placed(units=change.units, size=coarse.units_per_expert)
 
+    def repaired(loads: ExpertLoads, before: Placed) -> Placed:
+        # Those who are left must hold everything.
+        left = memory(coarse, MEMORY_SHARE, whole=False) * case.num_slots // max(1, case.num_slots - 1)
+        change = repair(before.units, [case.num_slots - 1], loads, speeds=speeds, cost=coarse, memory_units=left)
+        return Placed(units=change.units[:, :, :-1], size=coarse.units_per_expert)
+
     limits = _slot_limits(case)
 
     def copies(loads: ExpertLoads, before: Placed | None) -> Placed:
@@ -110,15 +119,29 @@ def our_planners(case: Case, workload: Workload, hardware: HardwareProfile) -> l
         found = adapt_copies(before.units.astype(np.int8), loads, limits, max_moved=budget)
         return Placed(units=found.astype(np.int64), size=1, has_copies=True)
 
+    def repaired_copies(loads: ExpertLoads, before: Placed) -> Placed:
+        found = repair_copies(before.units.astype(np.int8), loads, limits, [case.num_slots - 1])
+        return Placed(units=found[:, :, :-1].astype(np.int64), size=1, has_copies=True)
+
     return [
-        Planner(name="none", plan=lambda loads, before: _in_order(case)),
+        Planner(
+            name="none",
+            plan=lambda loads, before: _in_order(case),
+            recover=lambda loads, before: _in_order(without_last(case)),
+        ),
         Planner(name="nep whole", plan=from_scratch(coarse, MEMORY_SHARE, cut=False)),
-        Planner(name="nep cuts", plan=cut),
+        Planner(name="nep cuts", plan=cut, recover=repaired),
         Planner(name="nep cuts, warm", plan=warm_cut),
         Planner(name="nep cuts, block 1, no memory", plan=from_scratch(fine, 1.0, cut=True)),
-        Planner(name="nep copies", plan=copies),
+        Planner(name="nep copies", plan=copies, recover=repaired_copies),
         Planner(name="nep copies, warm", plan=warm_copies),
     ]
+
+
+def without_last(case: Case) -> Case:
+    """The case after its last slot has died; as many copies on each of the others."""
+    physical = case.physical * (case.num_slots - 1) // case.num_slots
+    return replace(case, speeds=case.speeds[:-1], physical=max(physical, case.windows.shape[2]))
 
 
 def _slot_limits(case: Case) -> SlotLimits:
@@ -158,15 +181,24 @@ def eplb_planners(case: Case, path: Path) -> list[Planner]:
         if name == "EPLB hierarchical" and of_nodes == 1 and not why:
             why = "one node: the same as global"
 
-        def plan(loads: ExpertLoads, before: Placed | None, groups: int = groups, nodes: int = of_nodes) -> Placed:
-            import torch
-
-            weight = torch.from_numpy(np.array(loads.mean))
-            physical, _, _ = eplb.rebalance_experts(weight, case.physical, groups, nodes, case.num_slots)
-            return _from_physical(physical.numpy(), case)
-
-        planners.append(Planner(name=name, plan=plan, why_not=why))
+        plan = _eplb_plan(eplb, case, groups, of_nodes)
+        left = without_last(case)
+        again = None if _why_not(left, groups, of_nodes) else _eplb_plan(eplb, left, groups, of_nodes)
+        planners.append(Planner(name=name, plan=plan, recover=again, why_not=why))
     return planners
+
+
+def _eplb_plan(eplb: Any, case: Case, groups: int, nodes: int) -> Callable[[ExpertLoads, Placed | None], Placed]:
+    """It plans from scratch, whatever there was before."""
+
+    def plan(loads: ExpertLoads, before: Placed | None) -> Placed:
+        import torch
+
+        weight = torch.from_numpy(np.array(loads.mean))
+        physical, _, _ = eplb.rebalance_experts(weight, case.physical, groups, nodes, case.num_slots)
+        return _from_physical(physical.numpy(), case)
+
+    return plan
 
 
 def _why_not(case: Case, groups: int, nodes: int) -> str:

@@ -46,15 +46,9 @@ def _parser() -> argparse.ArgumentParser:
     parser.add_argument("--ranks", type=int, default=3, help="slots, 2 to 6 (default %(default)s)")
     parser.add_argument("--steps", type=int, default=2, help="steps of the job (default %(default)s)")
     parser.add_argument("--crashes", type=int, default=1, help="how many slots may die (default %(default)s)")
-    parser.add_argument(
-        "--alarms", type=int, default=0, help="fault flags without a cause (default %(default)s)"
-    )
-    parser.add_argument(
-        "--returns", type=int, default=0, help="dead slots that come back (default %(default)s)"
-    )
-    parser.add_argument(
-        "--no-remirror", action="store_true", help="leave intervals without a mirror as they are"
-    )
+    parser.add_argument("--alarms", type=int, default=0, help="fault flags without a cause (default %(default)s)")
+    parser.add_argument("--returns", type=int, default=0, help="dead slots that come back (default %(default)s)")
+    parser.add_argument("--no-remirror", action="store_true", help="leave intervals without a mirror as they are")
     parser.add_argument("--drop", choices=DROPPABLE, metavar="RULE", help="drop one rule, see below")
     parser.add_argument("--max-states", type=int, help="give up beyond this many (default: never)")
     parser.add_argument("--json", action="store_true", help="print one JSON object")

@@ -64,9 +64,7 @@ class StepModel(Stages):
         """Step 1 of generation 1, nothing sent."""
         members = tuple(range(self.ranks))
         digest = first_layout(self.ranks)
-        decision = replace(
-            NO_DECISION, generation=1, members=members, layout=1, layout_digest=digest, plan=digest
-        )
+        decision = replace(NO_DECISION, generation=1, members=members, layout=1, layout_digest=digest, plan=digest)
         slots = tuple(
             GONE._replace(
                 alive=True,
@@ -172,9 +170,7 @@ class StepModel(Stages):
         what = f"members {list(decision.members)}, C = {decision.committed}, LN = {decision.layout}"
         return Event(f"generation {decision.generation}: {what}", gone, store)
 
-    def decision(
-        self, before: Decision, records: dict[int, Progress], dead: set[int], returners: set[int]
-    ) -> Decision:
+    def decision(self, before: Decision, records: dict[int, Progress], dead: set[int], returners: set[int]) -> Decision:
         """RECOVER 3: `transaction.decide`, remembered."""
         key = before, tuple(records.items()), frozenset(dead), frozenset(returners)
         if key not in self._decisions:

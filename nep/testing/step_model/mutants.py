@@ -38,18 +38,14 @@ class Mutant(StepModel):
 class DecideByMinimum(Mutant):
     """C is the minimum over the survivors instead of the maximum."""
 
-    def decision(
-        self, before: Decision, records: dict[int, Progress], dead: set[int], returners: set[int]
-    ) -> Decision:
+    def decision(self, before: Decision, records: dict[int, Progress], dead: set[int], returners: set[int]) -> Decision:
         return with_committed(super().decision(before, records, dead, returners), records, min)
 
 
 class DecideByMajority(Mutant):
     """C is what more than half of the survivors have seen."""
 
-    def decision(
-        self, before: Decision, records: dict[int, Progress], dead: set[int], returners: set[int]
-    ) -> Decision:
+    def decision(self, before: Decision, records: dict[int, Progress], dead: set[int], returners: set[int]) -> Decision:
         return with_committed(super().decision(before, records, dead, returners), records, median_low)
 
 
@@ -184,9 +180,7 @@ class SmallerLayout(Mutant):
 
     shown_by = (3, 1, 1, 1, 0)
 
-    def decision(
-        self, before: Decision, records: dict[int, Progress], dead: set[int], returners: set[int]
-    ) -> Decision:
+    def decision(self, before: Decision, records: dict[int, Progress], dead: set[int], returners: set[int]) -> Decision:
         decision = super().decision(before, records, dead, returners)
         oldest = min((records[slot] for slot in decision.members), key=lambda progress: progress.layout)
         plan = layout_after_failure(oldest.layout_digest, decision.members) if decision.plan else None
@@ -209,9 +203,7 @@ class ReuseBeforeApply(Mutant):
         return super().fail(world, r, slot._replace(owned_sums=None, mirrored_sums=None))
 
 
-def with_committed(
-    decision: Decision, records: dict[int, Progress], choose: Callable[[list[int]], int]
-) -> Decision:
+def with_committed(decision: Decision, records: dict[int, Progress], choose: Callable[[list[int]], int]) -> Decision:
     """The decision with another C."""
     members = [records[slot] for slot in decision.members]
     chosen = choose([progress.tx for progress in members])

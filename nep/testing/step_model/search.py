@@ -77,9 +77,7 @@ class _Explorer:
         labels = []
         while (parent := parents[state]) is not None:
             steps = self.following(parent, self.unpack(parent))
-            labels.append(
-                next(event.label for event, after in steps if after == state and not event.checkpoint)
-            )
+            labels.append(next(event.label for event, after in steps if after == state and not event.checkpoint))
             state = parent
         return tuple(reversed(labels))
 

@@ -72,9 +72,7 @@ class Stages:
         elif self.mirrored_sums_came(world, r, slot):
             progress = transaction.after_prepare(slot.progress, step)
             if transaction.may_vote(progress, step):
-                after = slot._replace(
-                    at=(step, VOTE, 0), progress=progress, mirrored_sums=result_of(slot, step)
-                )
+                after = slot._replace(at=(step, VOTE, 0), progress=progress, mirrored_sums=result_of(slot, step))
                 yield move(r, after, f"has the sums it mirrors of step {step} and votes")
 
     def mirrored_sums_came(self, world: World, r: int, slot: Slot) -> bool:

@@ -149,7 +149,12 @@ def test_proposers_who_know_of_different_deaths_obey_one_decision(world: World, 
 def test_a_poster_that_dies_is_left_out_and_its_record_ignored(world: World) -> None:
     world.store.set(record_key(GENERATION, 2), progress(2, tx=8).to_json())
     world.die(2)
-    made = [future.result(timeout=20) for future in [world.agree(0), world.agree(1)]]
+
+    def from_the_living(records: Mapping[int, Progress], dead: set[int]) -> Decision:
+        assert (set(records), dead) == ({0, 1}, {2})
+        return decision(records, dead)
+
+    made = [future.result(timeout=20) for future in [world.agree(slot, from_the_living) for slot in (0, 1)]]
     assert made[0] == made[1]
     assert (made[0].members, made[0].committed) == ((0, 1), 7)
     assert "[2]" in made[0].reason

@@ -138,6 +138,16 @@ def test_an_expert_that_became_hot_gets_a_second_copy() -> None:
     assert count_moved(copies, after) == 1
 
 
+def test_experts_are_exchanged_where_no_place_is_free() -> None:
+    limits = SlotLimits.uniform(2, 2)
+    copies = np.array([[[1, 0], [1, 0], [0, 1], [0, 1]]], dtype=np.int8)
+    loads = ExpertLoads(mean=np.array([[10.0, 10.0, 1.0, 1.0]]))
+    after = adapt_copies(copies, loads, limits)
+    assert levels(after, loads, limits) == pytest.approx(1)
+    assert count_moved(copies, after) == 2
+    assert (adapt_copies(copies, loads, limits, max_moved=1) == copies).all()
+
+
 def test_second_copies_are_replaced_where_memory_allows() -> None:
     limits = SlotLimits.uniform(6, 8, slots_per_domain=2)
     loads = random_loads(3, 2, 16)
@@ -184,7 +194,7 @@ def test_losing_one_of_32_slots_moves_little_more_than_was_lost(data_dir: Path) 
     survivors[:, :, 3] = 0
     lost = int((survivors.sum(axis=2) == 0).sum())
     assert lost <= count_moved(before, after) <= 1.25 * lost
-    assert (1 / levels(after, loads, limits.without([3]))).mean() >= 0.97
+    assert (1 / levels(after, loads, limits.without([3]))).mean() >= 0.978
 
 
 def test_under_drift_few_copies_move_and_the_balance_stays(data_dir: Path) -> None:

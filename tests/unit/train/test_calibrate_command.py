@@ -52,6 +52,7 @@ def test_the_profile_is_written_and_can_be_planned_with(tmp_path: Path, capsys) 
         (["--out", "none/a.json"], r"--out \(none/a.json\): the folder none does not exist"),
         (["--out", "a.json", "--model", "gpt"], r"model \(gpt\)"),
         (["--out", "a.json", "--base", "V100"], r"hardware \(V100\)"),
+        (["--out", "a.json", "--device", "nowhere"], r"device \(nowhere\) cannot be used here: .*; --device cpu"),
     ],
 )
 def test_wrong_options_are_refused(arguments: list[str], message: str) -> None:

@@ -1,0 +1,55 @@
+"""Training that begins with a plan from a file: any plan gives the numbers of the single-process reference."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+from nep.planning.cluster import Cluster, Slot
+from nep.planning.loads import ExpertLoads
+from nep.planning.profiles import PROFILES
+from nep.planning.request import Limits, PlanRequest
+from nep.planning.search import make_plan
+from nep.planning.shapes import preset
+from nep.planning.workload import Workload
+from tests.endtoend.conftest import BATCH, SEQ_LEN, SmallJob
+
+
+def _request(speeds: tuple[float, ...], num_replicas: int, max_tp: int) -> PlanRequest:
+    """Uneven loads and speeds on one node, so that nothing comes out even."""
+    shape = preset("debug")
+    loads = np.random.default_rng(5).gamma(1.0, size=(shape.num_moe_layers, shape.num_experts))
+    slots = tuple(Slot(index, 0, speed_ppm=round(speed * 1e6)) for index, speed in enumerate(speeds))
+    return PlanRequest(
+        cluster=Cluster(slots),
+        shape=shape,
+        workload=Workload(global_batch_size=BATCH, micro_batch_size=2, seq_len=SEQ_LEN, parameter_bytes=8),
+        hardware=PROFILES["h100-sxm"],
+        loads=ExpertLoads(mean=loads),
+        num_replicas=num_replicas,
+        limits=Limits(max_tp=max_tp),
+    )
+
+
+@pytest.mark.parametrize(
+    ("speeds", "num_replicas", "max_tp", "failure"),
+    [
+        ((1, 0.5, 1, 0.7, 1), 2, 1, "1@3:kill@backward"),
+        ((1, 1, 0.6, 1), 1, 2, "2@4:kill@apply"),
+    ],
+)
+def test_an_uneven_plan_trains_like_the_reference_and_survives_a_kill(
+    small_job: SmallJob, tmp_path: Path, speeds: tuple[float, ...], num_replicas: int, max_tp: int, failure: str
+) -> None:
+    plan = make_plan(_request(speeds, num_replicas, max_tp)).plan
+    plan = replace(plan, number=7)  # as if it had grown out of others
+    file = tmp_path / "plan.json"
+    file.write_text(plan.canonical_json())
+    outcome = small_job.run(len(speeds), "--plan", str(file), "--fail", failure, folder=tmp_path / "job")
+    assert outcome.result is not None
+    assert f"plan 7 from {file}, digest {plan.digest}" in outcome.output
+    assert outcome.result["layout"] > 7
+    assert outcome.result["unprotected_intervals"] == 0
