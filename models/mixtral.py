@@ -60,9 +60,7 @@ class Positions(NamedTuple):
 class RMSNorm(nn.Module):
     """Root mean square norm (arXiv 1910.07467), computed in at least float32."""
 
-    def __init__(
-        self, hidden_size: int, eps: float, *, dtype: torch.dtype, device: torch.device | str
-    ) -> None:
+    def __init__(self, hidden_size: int, eps: float, *, dtype: torch.dtype, device: torch.device | str) -> None:
         super().__init__()
         self.eps = eps
         self.weight = nn.Parameter(torch.empty(hidden_size, dtype=dtype, device=device))
@@ -82,9 +80,7 @@ class Embedding(nn.Module):
 
     def __init__(self, shape: ModelShape, *, dtype: torch.dtype, device: torch.device | str) -> None:
         super().__init__()
-        self.weight = nn.Parameter(
-            torch.empty(shape.vocab_size, shape.hidden_size, dtype=dtype, device=device)
-        )
+        self.weight = nn.Parameter(torch.empty(shape.vocab_size, shape.hidden_size, dtype=dtype, device=device))
         self.rows_v: Tensor | None = None
 
     def forward(self, tokens_t: Tensor) -> Tensor:
@@ -102,9 +98,7 @@ class Head(nn.Module):
 
     def __init__(self, shape: ModelShape, *, dtype: torch.dtype, device: torch.device | str) -> None:
         super().__init__()
-        self.weight = nn.Parameter(
-            torch.empty(shape.vocab_size, shape.hidden_size, dtype=dtype, device=device)
-        )
+        self.weight = nn.Parameter(torch.empty(shape.vocab_size, shape.hidden_size, dtype=dtype, device=device))
 
     def forward(self, x_sd: Tensor) -> Tensor:
         """Logits."""
@@ -118,9 +112,7 @@ class Attention(nn.Module):
         super().__init__()
 
         def heads(num_heads: int) -> nn.Parameter:
-            return nn.Parameter(
-                torch.empty(num_heads, shape.head_dim, shape.hidden_size, dtype=dtype, device=device)
-            )
+            return nn.Parameter(torch.empty(num_heads, shape.head_dim, shape.hidden_size, dtype=dtype, device=device))
 
         self.wq = heads(shape.num_heads)
         self.wk = heads(shape.num_kv_heads)
@@ -199,9 +191,7 @@ class DecoderLayer(nn.Module):
         y_sd, num_tokens_per_expert_e, routing = self.moe(self.moe_norm(x_sd))
         aux = None
         if self.aux_losses.any:
-            aux = router_losses(
-                self.aux_losses, routing, positions.sequence_s, num_sequences, seq_len, self.lane.sum
-            )
+            aux = router_losses(self.aux_losses, routing, positions.sequence_s, num_sequences, seq_len, self.lane.sum)
         return x_sd + y_sd, num_tokens_per_expert_e, aux
 
 
@@ -332,9 +322,7 @@ def _positions(shape: ModelShape, tokens_bt: Tensor, dtype: torch.dtype, lane: L
         distance_tt = position_t[:, None] - position_t[None, :]
         hidden_tt = (distance_tt < 0) | (distance_tt >= shape.sliding_window)
         # additive, in the model's dtype: a boolean mask would be converted anew in every layer
-        mask_tt = torch.zeros(seq_len, seq_len, dtype=dtype, device=device).masked_fill_(
-            hidden_tt, -torch.inf
-        )
+        mask_tt = torch.zeros(seq_len, seq_len, dtype=dtype, device=device).masked_fill_(hidden_tt, -torch.inf)
     return Positions(
         cos_tc=torch.cat((cos, cos), dim=-1).to(dtype)[:, None],
         sin_tc=torch.cat((-sin, sin), dim=-1).to(dtype)[:, None],

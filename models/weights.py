@@ -63,9 +63,7 @@ def _open(path: str | Path) -> safe_open:
     try:
         return safe_open(path, framework="pt")
     except SafetensorError as error:
-        raise ValueError(
-            f"{path} is not a safetensors file ({error}); give a file that training saved"
-        ) from error
+        raise ValueError(f"{path} is not a safetensors file ({error}); give a file that training saved") from error
 
 
 def _shape(path: str | Path, metadata: Mapping[str, str] | None) -> ModelShape:
@@ -73,8 +71,7 @@ def _shape(path: str | Path, metadata: Mapping[str, str] | None) -> ModelShape:
     version = metadata.get("format_version", "")
     if metadata.get("format") != FILE_FORMAT or not version.isdecimal():
         raise ValueError(
-            f"{path} is not a parameter file of nep (metadata {dict(metadata)}); "
-            "give a file that training saved"
+            f"{path} is not a parameter file of nep (metadata {dict(metadata)}); give a file that training saved"
         )
     if int(version) > FILE_FORMAT_VERSION:
         raise ValueError(
@@ -93,9 +90,7 @@ def _check_same_model(path: str | Path, found: ModelShape, wanted: ModelShape) -
         if key not in _NOT_COMPARED and values[key] != value
     ]
     if differences:
-        raise ValueError(
-            f"{path} holds another model: {'; '.join(differences)}; build it with read_shape(path)"
-        )
+        raise ValueError(f"{path} holds another model: {'; '.join(differences)}; build it with read_shape(path)")
 
 
 def _check_names(path: str | Path, found: Mapping[str, tuple[int, ...]], shape: ModelShape) -> None:

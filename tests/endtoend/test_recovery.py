@@ -51,9 +51,7 @@ def test_kill_in_each_phase(small_job: SmallJob, tmp_path: Path, phase: str) -> 
         (2, 1, "0@3:kill@dispatch"),
     ],
 )
-def test_kill_anywhere(
-    small_job: SmallJob, tmp_path: Path, num_slots: int, replicas: int, failure: str
-) -> None:
+def test_kill_anywhere(small_job: SmallJob, tmp_path: Path, num_slots: int, replicas: int, failure: str) -> None:
     small_job.run(num_slots, "--replicas", str(replicas), "--fail", failure, folder=tmp_path)
 
 
@@ -70,9 +68,7 @@ def test_kill_anywhere(
 def test_two_kills_one_after_the_other(
     small_job: SmallJob, tmp_path: Path, num_slots: int, replicas: int, first: str, second: str
 ) -> None:
-    outcome = small_job.run(
-        num_slots, "--replicas", str(replicas), "--fail", first, "--fail", second, folder=tmp_path
-    )
+    outcome = small_job.run(num_slots, "--replicas", str(replicas), "--fail", first, "--fail", second, folder=tmp_path)
     assert outcome.result is not None
     assert len(outcome.result["live_slots"]) == num_slots - 2
     assert len(outcome.result["recovery_s"]) == 2
@@ -122,9 +118,7 @@ def test_without_redundancy_a_lost_slot_means_a_checkpoint(small_job: SmallJob, 
 
 
 def test_under_torchrun(small_job: SmallJob, tmp_path: Path) -> None:
-    outcome = small_job.run(
-        4, "--replicas", "2", "--fail", "1@3:kill@backward", folder=tmp_path, launcher="torchrun"
-    )
+    outcome = small_job.run(4, "--replicas", "2", "--fail", "1@3:kill@backward", folder=tmp_path, launcher="torchrun")
     assert outcome.result is not None and outcome.result["live_slots"] == [0, 2, 3]
 
 

@@ -79,9 +79,7 @@ def step_sums(
 ) -> tuple[GradSync, float]:
     """Forward, backward and sums of one step on one slot; the loss is this slot's sum."""
     sync = GradSync.build(state, parameter_lines(shape), DTYPE)
-    model = parallelize(
-        build(shape, DTYPE), state=state, sync=sync, groups=me.groups, waiter=me.waiter, probe=no_probe
-    )
+    model = parallelize(build(shape, DTYPE), state=state, sync=sync, groups=me.groups, waiter=me.waiter, probe=no_probe)
     if aux_losses is not None:
         model.use_aux_losses(aux_losses)
     overlap = Overlap(model, sync.grads)
@@ -93,9 +91,7 @@ def step_sums(
     return sync, sums.loss
 
 
-def collect(
-    layout: Layout, parts: dict[int, dict[str, torch.Tensor]], lines: Lines
-) -> dict[str, torch.Tensor]:
+def collect(layout: Layout, parts: dict[int, dict[str, torch.Tensor]], lines: Lines) -> dict[str, torch.Tensor]:
     """Put the parts of a layout together; every unit must be there, and only once."""
     full = {name: torch.full(line.shape, torch.nan, dtype=DTYPE) for name, line in lines.items()}
     for slot, tensors in parts.items():
@@ -106,9 +102,7 @@ def collect(
                 full[name][lo:hi] = tensors[name][offset : offset + hi - lo]
                 offset += hi - lo
     assert not any(tensor.isnan().any() for tensor in full.values())
-    return {
-        name: tensor[0] if lines[name].kind is LineKind.WHOLE else tensor for name, tensor in full.items()
-    }
+    return {name: tensor[0] if lines[name].kind is LineKind.WHOLE else tensor for name, tensor in full.items()}
 
 
 def assert_close(found: dict[str, torch.Tensor], expected: dict[str, torch.Tensor]) -> None:

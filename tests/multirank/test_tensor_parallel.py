@@ -62,9 +62,7 @@ def lane_plan(lanes: Lanes, shape: ModelShape, shares: Sequence[int]) -> Plan:
         number=1,
         slots=tuple(slots),
         replicas=tuple(tuple(sorted(slot for lane in replica for slot in lane)) for replica in lanes),
-        lanes=tuple(
-            Lane(index, tuple(lane), share) for (index, lane), share in zip(flat, shares, strict=True)
-        ),
+        lanes=tuple(Lane(index, tuple(lane), share) for (index, lane), share in zip(flat, shares, strict=True)),
         holders=Layout(held),
         owners=owners,
         mirrors=mirrors,

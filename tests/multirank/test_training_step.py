@@ -77,9 +77,7 @@ def test_lanes_without_samples_join_with_no_tokens() -> None:
     plan = make_plan(7, 1, [], lines)
     assert min(lane.num_sequences for lane in plan.lanes) == 0
     states = {slot: make_state(plan, slot, lines) for slot in plan.slots}
-    operations = run_slots(
-        plan.replicas, lambda me: (step_sums(me, states[me.slot], SHAPE, 1), me.operations)[1]
-    )
+    operations = run_slots(plan.replicas, lambda me: (step_sums(me, states[me.slot], SHAPE, 1), me.operations)[1])
     assert len({tuple(launched) for launched in operations.values()}) == 1, "collectives in different orders"
 
 
@@ -88,9 +86,7 @@ def test_members_launch_the_same_operations_in_the_same_order() -> None:
     lines = parameter_lines(SHAPE)
     plan = make_plan(5, 2, [4], lines)
     states = {slot: make_state(plan, slot, lines) for slot in plan.slots}
-    operations = run_slots(
-        plan.replicas, lambda me: (step_sums(me, states[me.slot], SHAPE, 1), me.operations)[1]
-    )
+    operations = run_slots(plan.replicas, lambda me: (step_sums(me, states[me.slot], SHAPE, 1), me.operations)[1])
     for name in ("transfer", "dispatch-0", "dispatch-1"):
         sequences = {
             tuple(op for communicator, op in launched if communicator == name)
@@ -155,9 +151,7 @@ def test_a_move_and_back_is_the_identity_and_what_stays_is_not_copied() -> None:
             offset = 0
             for lo, hi in after.holders.intervals(line.axis, slot):
                 held = state.params[name][offset : offset + hi - lo]
-                assert torch.equal(
-                    held, model[name][None] if line.kind is LineKind.WHOLE else model[name][lo:hi]
-                )
+                assert torch.equal(held, model[name][None] if line.kind is LineKind.WHOLE else model[name][lo:hi])
                 offset += hi - lo
     # Dense parameters are held whole before and after: the same memory serves both.
     assert moved[0].params["embedding.weight"] is first[0].params["embedding.weight"]

@@ -93,9 +93,7 @@ def _why_not(module: str, imported: Import) -> str | None:
         return None if allowed else f"is not for models/, which may import {', '.join(FOR_MODELS)}"
     own = _package(module)
     if own is None:
-        return (
-            None if module == "nep" and not _is_in(target, "nep") else "has no floor; give its importer one"
-        )
+        return None if module == "nep" and not _is_in(target, "nep") else "has no floor; give its importer one"
     for package, banned in BANNED.items():
         if _is_in(module, package) and any(_is_in(target, one) for one in banned):
             return f"is banned from {package}"

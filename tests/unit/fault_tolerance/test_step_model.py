@@ -120,9 +120,7 @@ def test_the_rules_explored_are_those_of_the_code(name: str, monkeypatch: pytest
     """Breaks a function of `transaction` itself: the model must find out."""
     monkeypatch.setattr(transaction, name, BROKEN[name])
     needs_returner = name == "holds_nothing"
-    outcome = explore(
-        StepModel(3, 1, crashes=2 if needs_returner else 1, alarms=1 - needs_returner, returns=1)
-    )
+    outcome = explore(StepModel(3, 1, crashes=2 if needs_returner else 1, alarms=1 - needs_returner, returns=1))
     assert outcome.violation is not None
 
 

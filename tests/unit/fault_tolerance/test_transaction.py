@@ -234,9 +234,7 @@ def test_parameters_are_trusted_only_at_the_decided_step(version: int | None, tr
     assert transaction.trusts_parameters(decision, 0) is trusted
 
 
-@pytest.mark.parametrize(
-    ("owner", "mirror", "source"), [(0, 1, 0), (2, 1, 1), (1, None, 1), (4, 0, 0), (0, 4, 0)]
-)
+@pytest.mark.parametrize(("owner", "mirror", "source"), [(0, 1, 0), (2, 1, 1), (1, None, 1), (4, 0, 0), (0, 4, 0)])
 def test_state_comes_from_the_owner_else_from_the_mirror(owner: int, mirror: int | None, source: int) -> None:
     decision = decided(AHEAD, BEHIND, dead=(2,), returners=(4,))
     assert transaction.state_source(owner, mirror, decision) == source

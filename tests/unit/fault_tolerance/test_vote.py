@@ -138,9 +138,7 @@ def test_a_wrong_length_is_named(length: int) -> None:
             unpack_records(bytes(length))
 
 
-@pytest.mark.parametrize(
-    "change", [{"slot": -1}, {"slot": 2**32}, {"tokens": 2**64}, {"norm2": -1.0}, {"digest": b""}]
-)
+@pytest.mark.parametrize("change", [{"slot": -1}, {"slot": 2**32}, {"tokens": 2**64}, {"norm2": -1.0}, {"digest": b""}])
 def test_a_field_out_of_range_is_refused(change: dict[str, object]) -> None:
     with pytest.raises(ValueError, match=next(iter(change))):
         replace(a_vote((0,))[0], **change)

@@ -7,8 +7,8 @@ import torch
 import torch.nn.functional as F
 
 import models.mixtral
-from nep.moe.lane import SingleSlotLane
 from models.mixtral import MixtralModel, build
+from nep.moe.lane import SingleSlotLane
 from nep.planning.layout import LineKind
 from nep.planning.shapes import PRESETS, ModelShape, preset
 
@@ -73,9 +73,7 @@ def test_no_sequences_give_zero_gradients(window: int | None, tied: bool, dtype:
     output = model(tokens_of(0, 8))
     assert output.logits_btv.shape == (0, 8, 256)
     assert output.num_tokens_per_expert_le.tolist() == [[0] * 8] * 2
-    F.cross_entropy(
-        output.logits_btv.flatten(0, 1), torch.empty(0, dtype=torch.int64), reduction="sum"
-    ).backward()
+    F.cross_entropy(output.logits_btv.flatten(0, 1), torch.empty(0, dtype=torch.int64), reduction="sum").backward()
     for name, parameter in model.named_parameters():
         assert parameter.grad is not None, name
         assert not parameter.grad.any(), name
@@ -149,7 +147,9 @@ def test_norm_computes_in_float32() -> None:
 def test_angles_are_not_rounded_before_their_sine(dtype: torch.dtype, tolerance: float) -> None:
     # position 4095 in bfloat16 is 4096, a radian off
     tokens_bt = torch.zeros(1, 4096, dtype=torch.int64)
-    positions = models.mixtral._positions(dataclasses.replace(TINY, max_seq_len=4096), tokens_bt, dtype, SingleSlotLane())
+    positions = models.mixtral._positions(
+        dataclasses.replace(TINY, max_seq_len=4096), tokens_bt, dtype, SingleSlotLane()
+    )
     angles = [position * TINY.rope_theta ** (-2 / TINY.head_dim) for position in range(4096)]
     expected = torch.tensor(angles, dtype=torch.float64)
     for channel, sign in ((1, -1), (1 + TINY.head_dim // 2, 1)):

@@ -101,9 +101,7 @@ def test_what_is_no_safetensors_file_is_refused(tmp_path: Path) -> None:
         read_shape(tmp_path / "params")
 
 
-@pytest.mark.parametrize(
-    "changes", [{"num_layers": 1}, {"sliding_window": 5}, {"tied_embeddings": True}, {"top_k": 1}]
-)
+@pytest.mark.parametrize("changes", [{"num_layers": 1}, {"sliding_window": 5}, {"tied_embeddings": True}, {"top_k": 1}])
 def test_another_model_s_file_is_refused(tmp_path: Path, changes: dict[str, int]) -> None:
     save(model_of(SHAPE), tmp_path / "params")
     with pytest.raises(ValueError, match=f"holds another model: {next(iter(changes))}"):

@@ -33,9 +33,7 @@ def random_ids(num_rows: int, top_k: int, seed: int) -> Tensor:
     return scores.topk(top_k).indices
 
 
-def inputs(
-    num_rows: int, top_k: int, num_units: int, seed: int = 0
-) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor]:
+def inputs(num_rows: int, top_k: int, num_units: int, seed: int = 0) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor]:
     """Random rows, ids, weights, w13, w2 in float64; all but the ids want gradients."""
     return (
         random(num_rows, D, seed=seed).requires_grad_(),
@@ -82,9 +80,7 @@ def test_gradients_are_exact(cut: list[tuple[int, int]], num_rows: int, top_k: i
     rows_rd, ids_rk, weights_rk, w13, w2 = inputs(num_rows, top_k, num_units_of(cut))
 
     def run(rows_rd: Tensor, weights_rk: Tensor, w13: Tensor, w2: Tensor) -> Tensor:
-        return get_backend(backend)(
-            rows_rd, ids_rk, weights_rk, w13, w2, slices=slices, num_experts=NUM_EXPERTS
-        )
+        return get_backend(backend)(rows_rd, ids_rk, weights_rk, w13, w2, slices=slices, num_experts=NUM_EXPERTS)
 
     assert torch.autograd.gradcheck(run, (rows_rd, weights_rk, w13, w2))
 

@@ -23,9 +23,7 @@ def layer_of(num_experts: int = 4, top_k: int = 2) -> MoE:
         dtype=dtype,
         device="cpu",
     )
-    layer = MoE(
-        TopKRouter(num_experts, 8, top_k, dtype=dtype, device="cpu"), experts, axis="layers.0.experts"
-    )
+    layer = MoE(TopKRouter(num_experts, 8, top_k, dtype=dtype, device="cpu"), experts, axis="layers.0.experts")
     with torch.no_grad():
         for parameter in layer.parameters():
             parameter.normal_()

@@ -15,9 +15,7 @@ NUM_EXPERTS = 5
     st.lists(st.integers(0, NUM_EXPERTS - 1), unique=True),
     st.integers(0, 99),
 )
-def test_sorted_assignments_are_those_of_a_loop(
-    num_rows: int, top_k: int, experts: list[int], seed: int
-) -> None:
+def test_sorted_assignments_are_those_of_a_loop(num_rows: int, top_k: int, experts: list[int], seed: int) -> None:
     generator = torch.Generator().manual_seed(seed)
     ids_rk = torch.randint(-1, NUM_EXPERTS, (num_rows, top_k), generator=generator)
     expected = [
@@ -31,9 +29,7 @@ def test_sorted_assignments_are_those_of_a_loop(
     assert permutation.assignment_ids_a.tolist() == [assignment for assignment, _, _ in expected]
     assert permutation.row_ids_a.tolist() == [row for _, row, _ in expected]
     counts = [sum(position == index for *_, position in expected) for index in range(len(experts))]
-    assert [
-        stop - start for start, stop in zip(permutation.offsets, permutation.offsets[1:], strict=False)
-    ] == counts
+    assert [stop - start for start, stop in zip(permutation.offsets, permutation.offsets[1:], strict=False)] == counts
 
 
 def test_unpermute_adds_what_permute_copied() -> None:

@@ -23,11 +23,7 @@ def units_of(layout: Layout) -> Units:
 
 def slots_with(layout: Layout, axis: str, unit: int) -> set[int]:
     """The slots that have the unit, found by asking each."""
-    return {
-        slot
-        for slot, intervals in layout.by_slot(axis).items()
-        if any(lo <= unit < hi for lo, hi in intervals)
-    }
+    return {slot for slot, intervals in layout.by_slot(axis).items() if any(lo <= unit < hi for lo, hi in intervals)}
 
 
 def storage_rows(intervals: tuple[Interval, ...]) -> list[int]:

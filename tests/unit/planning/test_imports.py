@@ -35,7 +35,5 @@ def test_planning_reads_and_writes_nothing() -> None:
                 names = ["io"] if node.func.id in ("open", "print", "input") else []
             else:
                 continue
-            found += [
-                f"{path.name}:{node.lineno} {name}" for name in names if name.split(".")[0] in IO_MODULES
-            ]
+            found += [f"{path.name}:{node.lineno} {name}" for name in names if name.split(".")[0] in IO_MODULES]
     assert found == []

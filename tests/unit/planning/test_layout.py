@@ -175,9 +175,7 @@ def test_layout_questions_agree_with_its_units(data: st.DataObject) -> None:
             assert layout.num_units(axis, slot) == len(units.get((axis, slot), ()))
             assert _set(layout.intervals(axis, slot)) == units.get((axis, slot), set())
     kept = data.draw(st.sets(st.sampled_from(slots)))
-    assert units_of(layout.restrict(kept)) == {
-        where: have for where, have in units.items() if where[1] in kept
-    }
+    assert units_of(layout.restrict(kept)) == {where: have for where, have in units.items() if where[1] in kept}
 
 
 @given(st.data())
@@ -204,9 +202,7 @@ def test_layout_refuses_impossible_intervals_and_says_everything_at_once() -> No
         Layout({"a": {0: ((-1, 2),)}})
 
 
-@pytest.mark.parametrize(
-    "value", [[], {"a": []}, {"a": {"x": [[0, 1]]}}, {"a": {"0": [[0, 1.5]]}}, {"a": {"0": [3]}}]
-)
+@pytest.mark.parametrize("value", [[], {"a": []}, {"a": {"x": [[0, 1]]}}, {"a": {"0": [[0, 1.5]]}}, {"a": {"0": [3]}}])
 def test_layout_from_json_refuses_other_forms(value: object) -> None:
     with pytest.raises(ValueError, match="a layout must be"):
         Layout.from_json(value)

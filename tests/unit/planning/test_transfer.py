@@ -17,9 +17,7 @@ Arrays = dict[tuple[str, int], np.ndarray]
 def _storage(layout: Layout, value: float | None = None) -> Arrays:
     """One array per axis and slot, in storage order: each row names its unit, or is ``value``."""
     return {
-        (axis, slot): np.array(
-            [_value_of(axis, unit) if value is None else value for unit in storage_rows(intervals)]
-        )
+        (axis, slot): np.array([_value_of(axis, unit) if value is None else value for unit in storage_rows(intervals)])
         for axis, by_slot in layout.cuts.items()
         for slot, intervals in by_slot.items()
     }
@@ -205,9 +203,7 @@ def test_fetch_balances_what_the_sources_send() -> None:
 def test_fetch_names_everything_that_no_source_has() -> None:
     source = Layout({"a": {0: ((0, 4),)}})
     destination = Layout({"a": {1: ((2, 6),)}, "b": {2: ((0, 1),)}})
-    with pytest.raises(
-        RuntimeError, match=r"a \[\(4, 6\)\] for slot 1; b \[\(0, 1\)\] for slot 2; .*checkpoint"
-    ):
+    with pytest.raises(RuntimeError, match=r"a \[\(4, 6\)\] for slot 1; b \[\(0, 1\)\] for slot 2; .*checkpoint"):
         fetch([source], destination, ["a", "b"])
 
 

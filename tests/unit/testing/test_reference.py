@@ -64,9 +64,7 @@ def test_it_imports_nothing_that_it_measures():
         name
         for node in ast.walk(tree)
         if isinstance(node, ast.Import | ast.ImportFrom)
-        for name in (
-            [node.module] if isinstance(node, ast.ImportFrom) else [alias.name for alias in node.names]
-        )
+        for name in ([node.module] if isinstance(node, ast.ImportFrom) else [alias.name for alias in node.names])
     }
     own = {name for name in imported if name.partition(".")[0] in ("nep", "models")}
     assert own == {"nep.planning.shapes"}
@@ -117,9 +115,7 @@ def test_steps_are_those_of_torch(shape):
     ]
     optimizer = torch.optim.AdamW(groups, lr=HYPER.lr, betas=(HYPER.beta1, HYPER.beta2), eps=HYPER.eps)
     warmup = torch.optim.lr_scheduler.LinearLR(optimizer, start_factor=1 / 3, total_iters=2)
-    cosine = torch.optim.lr_scheduler.CosineAnnealingLR(
-        optimizer, T_max=5, eta_min=HYPER.min_lr_ratio * HYPER.lr
-    )
+    cosine = torch.optim.lr_scheduler.CosineAnnealingLR(optimizer, T_max=5, eta_min=HYPER.min_lr_ratio * HYPER.lr)
     schedule = torch.optim.lr_scheduler.SequentialLR(optimizer, [warmup, cosine], milestones=[2])
     clipped = 0
     for step in range(1, 9):
@@ -167,8 +163,7 @@ def test_whole_tensors_come_with_or_without_their_unit_axis():
     }
     assert bare["final_norm.weight"].shape == (12,)
     run, bare_run = (
-        reference_train(SHAPE, values, lambda step: make_batch(SHAPE, step), 2, HYPER)
-        for values in (params, bare)
+        reference_train(SHAPE, values, lambda step: make_batch(SHAPE, step), 2, HYPER) for values in (params, bare)
     )
     assert run.losses == bare_run.losses
     assert all(torch.equal(run.params[name].flatten(), bare_run.params[name].flatten()) for name in params)
@@ -239,9 +234,7 @@ def _huggingface(shape: ModelShape, params: dict[str, torch.Tensor], monkeypatch
         values[theirs + "input_layernorm.weight"] = params[ours + "attention_norm.weight"]
         values[theirs + "post_attention_layernorm.weight"] = params[ours + "moe_norm.weight"]
         for name in "qkv":
-            values[f"{theirs}self_attn.{name}_proj.weight"] = params[f"{ours}attention.w{name}"].reshape(
-                -1, d
-            )
+            values[f"{theirs}self_attn.{name}_proj.weight"] = params[f"{ours}attention.w{name}"].reshape(-1, d)
         values[theirs + "self_attn.o_proj.weight"] = params[ours + "attention.wo"].reshape(-1, d).T
         values[theirs + "mlp.gate.weight"] = params[ours + "moe.router.weight"]
         w13 = params[ours + "moe.experts.w13"].reshape(e, f // shape.neuron_block, 2, shape.neuron_block, d)
