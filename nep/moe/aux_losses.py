@@ -1,6 +1,6 @@
 """Auxiliary losses of the router that do not depend on how tokens are spread over slots.
 
-Anything computed from the tokens that happen to be together (on a slot, in a micro-batch) would make the gradient depend
+Anything computed from the tokens that happen to be together (on a slot, in a micro-batch) makes the gradient depend
 on the layout. What remains: losses of single tokens, and of whole sequences, with their counts added over the lane.
 
 Shapes: s tokens of this slot, b sequences of the lane, e experts, k choices of a token.
