@@ -29,6 +29,7 @@ from nep.fault_tolerance.supervisor import run_alone, supervise
 
 WAIT_S = 20.0
 TIMEOUT_BASE_S = 1.0
+WATCHING = "watching"  # present: slot 0 is about to wait for the fault
 
 
 def note(job: Job, **what: object) -> None:
@@ -49,6 +50,7 @@ def finish(job: Job, code: int = 0) -> int:
 def see_fault_and_finish(job: Job) -> int:
     """Slot 0's part wherever slot 1 goes wrong."""
     store = job.connect()
+    store.set(WATCHING, "1")
     assert store.wait(fault_key(1), WAIT_S)
     seen_s = time.time()
     note(job, seen_s=seen_s, fault=store.get_json(fault_key(1)), exit=store.get_json(exit_key(1)))
@@ -65,8 +67,9 @@ def healthy(job: Job) -> int:
 def kill(job: Job) -> int:
     if job.slot != 1:
         return see_fault_and_finish(job)
-    # Until it is up, a supervisor can report nothing: opening its connection may wait for the DNS.
-    assert job.connect().wait(supervisor_key(1), WAIT_S)
+    # Until both are connected nothing can be told or seen: opening a connection may wait for the DNS.
+    store = job.connect()
+    assert store.wait(supervisor_key(1), WAIT_S) and store.wait(WATCHING, WAIT_S)
     note(job, killed_s=time.time())
     os.kill(os.getpid(), signal.SIGKILL)
     raise AssertionError("unreachable")
