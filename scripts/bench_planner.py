@@ -14,7 +14,7 @@ import os
 import platform
 import sys
 from collections.abc import Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
@@ -46,6 +46,8 @@ class BenchOptions:
     """A checkout of deepseek-ai/EPLB, to compare with."""
     only: str = ""
     """Cases whose name contains this."""
+    windows: int | None = None
+    """Use the first so many windows of each case, two or more; by default all."""
     hardware: str = "H100"
     """Profile for the predicted seconds."""
     sequences_per_slot: int = 4
@@ -83,6 +85,8 @@ def _run(options: BenchOptions) -> dict[str, dict[str, Measured | str]]:
     """Case -> planner -> what was measured, or why it cannot plan the case."""
     if options.repeats < 1 or options.sequences_per_slot < 1:
         raise ValueError("repeats and sequences-per-slot must be at least 1")
+    if options.windows is not None and options.windows < 2:
+        raise ValueError(f"windows ({options.windows}) must be at least 2: plans are made on one and used on the next")
     hardware = read_hardware(options.hardware)
     cases = [case for case in _cases(options) if options.only in case.name]
     if not cases:
@@ -90,6 +94,7 @@ def _run(options: BenchOptions) -> dict[str, dict[str, Measured | str]]:
     print_text(_machine())
     results: dict[str, dict[str, Measured | str]] = {}
     for case in cases:
+        case = replace(case, windows=case.windows[: options.windows])
         workload = Workload(
             global_batch_size=options.sequences_per_slot * case.num_slots, micro_batch_size=1, seq_len=4096
         )

@@ -20,6 +20,9 @@ MIN_GAIN = 0.001
 _UNEVEN = 1.01
 """Level of the fullest slot, with equal shares for all copies, beyond which a placement is worth polishing."""
 
+_EVEN = 1.001
+"""Level of the fullest slot, with the best quotas, up to which there is nothing left to gain."""
+
 
 def count_moved(before: Copies, after: Copies) -> int:
     """Copies that a slot has after a change and had not before: what has to be sent."""
@@ -27,7 +30,10 @@ def count_moved(before: Copies, after: Copies) -> int:
 
 
 def plan_copies(loads: ExpertLoads, limits: SlotLimits, *, num_copies: int | None = None) -> Copies:
-    """A placement from scratch: `place_copies`, and where that leaves slots uneven, better moves without a price.
+    """A placement from scratch: `place_copies`, polished in layers where that leaves slots uneven.
+
+    Those are improved by moves without a price, and compared with what one copy of each expert leads to: in tight
+    places further copies can be in the way.
 
     Args:
         loads: router loads.
@@ -42,13 +48,27 @@ def plan_copies(loads: ExpertLoads, limits: SlotLimits, *, num_copies: int | Non
     equal = (tokens // copies.sum(axis=2, dtype=np.int64))[:, None, :] @ copies.astype(np.int64)
     level = (equal[:, 0] / np.array(limits.speeds_ppm)).max(axis=1)
     speed = sum(speed for speed, places in zip(limits.speeds_ppm, limits.places, strict=True) if places)
-    anywhere = np.ones(copies.shape[1:], dtype=np.int8)
-    for index in np.flatnonzero(level > _UNEVEN * tokens.sum(axis=1) / speed).tolist():
-        needed = _needed(copies[index], limits)
-        layer = LayerCopies(copies[index], tokens[index].tolist(), limits, anywhere, needed)
-        _improve([layer], 0.0, None)
-        copies[index] = layer.copies()
+    uneven = np.flatnonzero(level > _UNEVEN * tokens.sum(axis=1) / speed)
+    if len(uneven) == 0:
+        return copies
+    plain = place_copies(ExpertLoads(mean=loads.mean[uneven]), limits, num_copies=loads.num_experts)
+    for index, alone in zip(uneven.tolist(), plain, strict=True):
+        copies[index] = _polished(copies[index], alone, tokens[index].tolist(), limits)
     return copies
+
+
+def _polished(copies: Copies, alone: Copies, tokens: list[int], limits: SlotLimits) -> Copies:
+    """The better of two placements of a layer after all moves that help; the first if they are alike."""
+    needed = _needed(copies, limits)
+    anywhere = np.ones(copies.shape, dtype=np.int8)
+    best = LayerCopies(copies, tokens, limits, anywhere, needed)
+    _improve([best], 0.0, None)
+    if needed == 1 and best.solved.level > _EVEN:
+        other = LayerCopies(alone, tokens, limits, anywhere, needed)
+        _improve([other], 0.0, None)
+        if other.solved.level < best.solved.level:
+            return other.copies()
+    return best.copies()
 
 
 def adapt_copies(

@@ -144,8 +144,8 @@ def result_rows(request: PlanRequest, planned: Planned) -> list[tuple[str, str]]
     if report.skipped is not None:
         rows.append(("kept", report.skipped))
     if report.lost:
-        share = lost_share(request, report)
-        rows.append(("lost", f"state of {share:.2%} of the parameters: no owner and no mirror lives, use a checkpoint"))
+        lost = f"state of {lost_share(request, report):.2%} of the parameters"
+        rows.append(("lost", f"{lost}: no owner and no mirror lives, use a checkpoint"))
     return rows
 
 

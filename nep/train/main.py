@@ -43,6 +43,9 @@ BuildModel = Callable[[ModelShape, torch.dtype, str], nn.Module]
 
 EXIT_BAD_INPUT = 2
 
+# The launcher stops all processes when the first one ends, so those that say nothing let the other one speak first.
+_WORD_S = 10.0
+
 
 @dataclass(frozen=True, kw_only=True)
 class Options:
@@ -131,11 +134,7 @@ def main(build: BuildModel, arguments: Sequence[str] | None = None) -> int:
         Exit code: 0 done, 2 bad input, 3 a checkpoint is needed and none exists.
     """
     speaks = os.environ.get("RANK", "0") == "0"  # all processes find the same mistake; one says so
-    with contextlib.ExitStack() as silence:
-        if not speaks:
-            silence.enter_context(contextlib.redirect_stdout(io.StringIO()))
-            silence.enter_context(contextlib.redirect_stderr(io.StringIO()))
-        options = tyro.cli(Options, args=arguments)
+    options = tyro.cli(Options, args=arguments) if speaks else _options_in_silence(arguments)
     run_dir = options.run_dir
     try:
         spec = job_from_environment(run_dir=run_dir, timeout_base_s=max(options.timeout_base_s, 1e-3))
@@ -155,8 +154,21 @@ def main(build: BuildModel, arguments: Sequence[str] | None = None) -> int:
     except ValueError as error:
         if speaks:
             print(f"train: {error}", file=sys.stderr)
+        else:
+            time.sleep(_WORD_S)
         return EXIT_BAD_INPUT
     return _start(build, request, spec, run_dir)
+
+
+def _options_in_silence(arguments: Sequence[str] | None) -> Options:
+    """The options in a process that leaves it to another to say what is wrong with them."""
+    try:
+        with contextlib.redirect_stdout(io.StringIO()), contextlib.redirect_stderr(io.StringIO()):
+            return tyro.cli(Options, args=arguments)
+    except SystemExit as leaving:
+        if leaving.code:
+            time.sleep(_WORD_S)
+        raise
 
 
 def _checked(options: Options, num_slots: int) -> _Request:

@@ -191,10 +191,22 @@ def unwritable() -> Iterator[Path]:
         shutil.rmtree(folder)
 
 
+@pytest.fixture
+def slept(monkeypatch: pytest.MonkeyPatch) -> list[float]:
+    """How long the command line has waited; it does not really."""
+    waits: list[float] = []
+    monkeypatch.setattr(command_line.time, "sleep", waits.append)
+    return waits
+
+
 @pytest.mark.parametrize("arguments", [["--steps", "many"], ["--stepz", "3"], ["--dtype", "int8"]])
 @pytest.mark.parametrize("rank", [0, 1])
 def test_what_is_no_option_is_said_by_one_process(
-    arguments: list[str], rank: int, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
+    arguments: list[str],
+    rank: int,
+    monkeypatch: pytest.MonkeyPatch,
+    capfd: pytest.CaptureFixture[str],
+    slept: list[float],
 ) -> None:
     launched(monkeypatch, 2, rank)
     with pytest.raises(SystemExit) as caught:
@@ -203,6 +215,17 @@ def test_what_is_no_option_is_said_by_one_process(
     out, err = capfd.readouterr()
     assert out == ""
     assert (arguments[0] in err) if rank == 0 else err == ""
+    # The launcher stops all when the first one ends: who says nothing must not be the first.
+    assert bool(slept) is (rank == 1)
+
+
+def test_the_other_processes_say_nothing(
+    monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str], slept: list[float]
+) -> None:
+    launched(monkeypatch, 2, rank=1)
+    assert command_line.main(build, ["--steps", "0"]) == 2
+    assert capfd.readouterr() == ("", "")
+    assert slept and slept[0] >= 5
 
 
 def test_a_launched_job_says_it_once(tmp_path: Path) -> None:

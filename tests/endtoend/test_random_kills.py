@@ -50,7 +50,7 @@ class Round:
         rng = random.Random(seed)
         victims: tuple[int, ...] = (rng.randrange(num_slots),)
         if num_kills == 2:
-            victims = rng.choice(_pairs_to_spare(num_slots, replicas))
+            victims = rng.choice(pairs_to_spare(num_slots, replicas))
         delays_s = (rng.uniform(0, FIRST_S), rng.choice([0.0, rng.uniform(0, SECOND_S)]))
         return cls(
             num_slots=num_slots,
@@ -60,7 +60,8 @@ class Round:
         )
 
 
-def _pairs_to_spare(num_slots: int, replicas: int) -> list[tuple[int, ...]]:
+def pairs_to_spare(num_slots: int, replicas: int) -> list[tuple[int, ...]]:
+    """Slots that may be lost together: no interval has its owner and its mirror in them."""
     lines, slots = parameter_lines(preset("debug")), range(num_slots)
     plan = plan_from_scratch(
         Cluster.uniform(num_slots, num_slots), lines, num_replicas=replicas, global_batch_size=BATCH
@@ -73,6 +74,7 @@ def _pairs_to_spare(num_slots: int, replicas: int) -> list[tuple[int, ...]]:
 def trainer_pids(folder: Path) -> dict[int, int]:
     """Slot -> pid of its trainer: the process below this one that keeps the slot's log open."""
     found: dict[int, int] = {}
+    folder = folder.resolve()
     for pid in descendants(os.getpid()):
         try:
             links = [os.readlink(f"/proc/{pid}/fd/{fd}") for fd in os.listdir(f"/proc/{pid}/fd")]

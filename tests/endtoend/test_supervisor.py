@@ -202,7 +202,10 @@ def test_the_fault_is_raised_for_the_generation_of_the_dead(tmp_path: Path) -> N
 
 def test_the_parent_of_a_dead_trainer_leaves_with_the_code_of_the_job(tmp_path: Path) -> None:
     result = run(tmp_path, "ends_with_code")
-    assert_clean(result, [4, 4])
+    # Once one of the two has left with a code, the launcher stops the other, which may still be on its way out.
+    healthy, bereaved = result.exit_codes
+    assert bereaved == 4 and healthy in (4, -15)
+    assert_clean(result, [healthy, bereaved])
 
 
 def test_a_crash_after_the_end_does_not_spoil_it(tmp_path: Path) -> None:

@@ -17,6 +17,8 @@ from nep.planning.placement.window import window_cut
 
 _NEAR_BOUND = 0.001
 """A layer this near its bound is not planned in yet another way."""
+_TIGHT_LOSS = 0.005
+"""Part of the seconds that layers with tight memory may cost before more of them are made to share the burden."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -187,7 +189,8 @@ def _place_by_layer(problem: Problem, plain: Problem, cut: bool) -> Placement:
 
     Args:
         problem: each layer has its limits.
-        plain: the same with the limits that the plain placement of whole experts is to keep.
+        plain: the same with each layer's own part of the memory, which the plain placement of whole experts
+            and the window cut keep to.
         cut: whether experts may be cut.
     """
     bound = lower_bound(problem)
@@ -200,7 +203,7 @@ def _place_by_layer(problem: Problem, plain: Problem, cut: bool) -> Placement:
         return best.placement(bound)
     state = cut_what_pays(problem.guided(), bound.seconds)
     best.offer("whole experts, then cuts that pay", everywhere, state.held)
-    _offer_window(best, bound)
+    _offer_window(best, plain, bound)
     return best.placement(bound)
 
 
@@ -210,8 +213,12 @@ def _offer_whole(best: _Best, state: State, layers: Integers) -> None:
     best.offer("whole experts, longest first", layers, state.held[layers] if missing else state.held, note)
 
 
-def _offer_window(best: _Best, bound: Bound) -> None:
-    """The window cut where it may win, and what becomes of it if pieces move on."""
+def _offer_window(best: _Best, plain: Problem, bound: Bound) -> None:
+    """The window cut where it may win, and what becomes of it if pieces move on.
+
+    It takes what memory it may, so its limits are those of the plain placement: other layers are not to make
+    up for it.
+    """
     whole = best.problem
     # Two cuts per slot, of experts rather hot than cold: half of that is a safe guess of the rows they bring.
     rows = whole.row_s.sum(axis=1) * (int(whole.usable.sum()) - 1) / whole.num_experts
@@ -225,7 +232,7 @@ def _offer_window(best: _Best, bound: Bound) -> None:
         best.skip("window cut", note)
         return
     # True prices, not guided ones: the window cut is for where rows are cheap.
-    state = window_cut(whole.select(layers))
+    state = window_cut(plain.select(layers))
     best.offer("window cut", layers, state.held, note)
     if (best.seconds[layers] > bound.seconds[layers] * (1 + _NEAR_BOUND)).any():
         state = State.of(state.problem, state.held)
@@ -255,51 +262,65 @@ def _place_in_pool(problem: Problem, pool: Integers, cut: bool) -> Placement:
     loose = loose_limits(pool, layers, problem.units_per_expert, problem.units_per_layer)
     split = problem.split(even)
     found = _place_by_layer(problem.split(np.maximum(np.broadcast_to(loose, even.shape), even)), split, cut)
-    held = np.swapaxes(found.units, 1, 2)
-    kept, last, source, room = _settle(problem, pool, held.sum(axis=2))
-    result = held[kept[:, None], source]
-    seconds, considered = found.seconds.copy(), found.considered
-    if last.size:
-        moved, result = result, np.empty_like(held)
-        result[kept] = moved
-        few = problem.select(last).split(split_pool(room, last.size))
-        tight = _place_by_layer(few, few, cut)
-        result[last] = np.swapaxes(tight.units, 1, 2)
-        seconds[last] = tight.seconds
-        considered += tuple(replace(one, name=f"{one.name} (tight memory)") for one in tight.considered)
-        plain = considered[0]
-        lost = plain.layers == layers and plain.seconds < seconds.sum()
-        if lost or last.size * 4 > layers:
-            # Much has to be made up for: perhaps every layer does better with its own part of the memory.
-            apart = _place_by_layer(split, split, cut)
-            if apart.total_s <= seconds.sum():
-                return apart
-    return Placement(units=np.swapaxes(result, 1, 2), seconds=seconds, bound=found.bound, considered=considered)
+    settled = _settle(problem, pool, found, 0, cut)
+    if settled is not None:
+        return settled
+    plain = found.considered[0]
+    enough = found.total_s * (1 + _TIGHT_LOSS)
+    if plain.layers == layers:
+        enough = min(enough, plain.seconds)
+    best: Placement | None = None
+    strict = 2
+    while strict < layers:
+        settled = _settle(problem, pool, found, strict, cut)
+        strict *= 2 if settled is None else 4
+        if settled is None:
+            continue
+        if best is None or settled.total_s < best.total_s:
+            best = settled
+        if best.total_s <= enough:
+            return best
+    # Much has to be made up for: perhaps every layer does better with its own part of the memory.
+    apart = _place_by_layer(split, split, cut)
+    return apart if best is None or apart.total_s <= best.total_s else best
 
 
-def _settle(problem: Problem, pool: Integers, used: Integers) -> tuple[Integers, Integers, Integers, Integers]:
-    """Exchanges slots between layers until the pool suffices, and says which layers must be planned again.
+def _settle(problem: Problem, pool: Integers, found: Placement, strict: int, cut: bool) -> Placement | None:
+    """Exchanges slots between layers until the pool suffices; some layers must do with what the others leave.
 
     Args:
-        problem: the speeds.
+        problem: the speeds and prices.
         pool: ``[S]``, units.
-        used: ``[L, S]``, units of each layer as it was placed.
+        found: every layer placed with loose limits.
+        strict: how many layers are placed again.
+        cut: whether experts may be cut.
 
     Returns:
-        Layers that stay as they are, layers that must do with what those leave, for the former from which
-        slot each one gets its pieces (see `relabel`), and the room left for the latter.
+        The placement, or None if so few layers cannot make up for the others.
     """
-    layers = used.shape[0]
+    layers = problem.num_layers
+    held = np.swapaxes(found.units, 1, 2)
+    used = held.sum(axis=2)
     # The most even layers lose least by tight memory.
     order = np.argsort(used.max(axis=1) - used.min(axis=1), kind="stable")
-    strict = 0
-    while strict < layers:
-        kept, last = np.sort(order[strict:]), np.sort(order[:strict])
-        source = relabel(used[kept], pool, problem.speeds)
-        room = pool - np.take_along_axis(used[kept], source, axis=1).sum(axis=0)
-        # Layers that make up for others must not be squeezed out of a slot.
-        if (room >= strict * (pool // layers) * 3 // 4).all():
-            return kept, last, source, room
-        strict = max(2, 2 * strict)
-    nobody = np.zeros((0, problem.num_slots), dtype=np.int64)
-    return np.arange(0), np.arange(layers), nobody, pool
+    kept, last = np.sort(order[strict:]), np.sort(order[:strict])
+    source = relabel(used[kept], pool, problem.speeds)
+    room = pool - np.take_along_axis(used[kept], source, axis=1).sum(axis=0)
+    # Layers that make up for others must not be squeezed out of a slot.
+    if (room < strict * (pool // layers) * 3 // 4).any():
+        return None
+    moved = held[kept[:, None], source]
+    if not strict:
+        return replace(found, units=np.swapaxes(moved, 1, 2))
+    few = problem.select(last).split(split_pool(room, strict))
+    tight = _place_by_layer(few, few, cut)
+    result, seconds = np.empty_like(held), found.seconds.copy()
+    result[kept], result[last] = moved, np.swapaxes(tight.units, 1, 2)
+    seconds[last] = tight.seconds
+    again = tuple(replace(one, name=f"{one.name} (tight memory)") for one in tight.considered)
+    return Placement(
+        units=np.swapaxes(result, 1, 2),
+        seconds=seconds,
+        bound=found.bound,
+        considered=found.considered + again,
+    )

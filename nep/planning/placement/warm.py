@@ -14,7 +14,7 @@ from nep.planning.placement.objective import check_cut
 from nep.planning.placement.problem import Cut, Floats, Integers, Problem, slot_seconds
 from nep.planning.placement.state import State, mean_seconds
 
-_THRIFTS = (0.2, 1.0)
+_THRIFTS = (0.1, 1.0)
 """With few units to be moved, slices of hot experts do most for each, and that their rows cost others is the
 lesser evil; with many (the second), the rows add up."""
 _MANY = 0.03

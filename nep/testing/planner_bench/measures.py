@@ -47,7 +47,7 @@ class Measured:
         rows_per_token: rows that a token sends per layer.
         busiest_rows: rows of a layer's busiest slot over the mean.
         death_lost_share: of all bytes, what the last slot held that nobody else does: it has to be moved if it dies.
-        death_moved_share: of all bytes, what slots receive when it dies; None if the planner has no way to go on.
+        death_moved_share: of all bytes, what slots receive when it dies; None if there is no way to go on.
         death_balance: balance afterwards on the same window, tokens shared evenly over copies.
         death_step_s: seconds of the step there.
     """
@@ -116,7 +116,10 @@ def _death(planner: Planner, case: Case, workload: Workload, hardware: HardwareP
     numbers = {"death_lost_share": float(missing / total)}
     if planner.recover is None:
         return numbers
-    after = planner.recover(loads, placed)
+    try:
+        after = planner.recover(loads, placed)
+    except ValueError:  # the others have no room for what is lost
+        return numbers
     bench = _Bench(without_last(case), workload, hardware)
     shares = _even_shares(after)
     return numbers | {
@@ -159,13 +162,17 @@ class _Bench:
         quotas = self._quotas(placed, following, quota_times) if placed.has_copies else even
         plan = self.plan(placed)
         planned = self.step(plan, placed, even, loads)
+        balance, step_s = self.balance(placed, even, following), self.step(plan, placed, even, following).total
+        again = (balance, step_s)
+        if placed.has_copies:
+            again = (self.balance(placed, quotas, following), self.step(plan, placed, quotas, following).total)
         numbers = {
             "planned": self.balance(placed, even, loads),
             "planned_step_s": planned.total,
-            "next": self.balance(placed, even, following),
-            "next_step_s": self.step(plan, placed, even, following).total,
-            "next_quotas": self.balance(placed, quotas, following),
-            "next_quotas_step_s": self.step(plan, placed, quotas, following).total,
+            "next": balance,
+            "next_step_s": step_s,
+            "next_quotas": again[0],
+            "next_quotas_step_s": again[1],
             "duplicates": float(np.maximum(placed.units - placed.size, 0).sum() / placed.size),
             "memory": float(placed.units.sum(axis=(0, 1)).max() / placed.units.sum(axis=(0, 1)).mean()),
             "memory_total": float(placed.units.sum() / (placed.size * loads.size)),

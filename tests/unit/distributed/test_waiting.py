@@ -149,6 +149,23 @@ def test_a_fault_that_is_kept_lets_go_of_what_its_frames_held(fail: Callable[[He
     assert kept.kind == "peer" and "reset by peer" in kept.detail
 
 
+@pytest.mark.parametrize("fail", [failed_call, failed_launch])
+def test_a_failed_operation_that_nobody_waited_for_lets_go_too(fail: Callable[[Held], Pending]) -> None:
+    """Transfers are launched ahead; a fault leaves them behind."""
+    mine = Held()
+    held = weakref.ref(mine)
+    gc.disable()
+    try:
+        pending = fail(mine)
+        assert pending.done()
+        del mine
+        if fail is failed_call:  # the call itself refers to it
+            del pending
+        assert held() is None
+    finally:
+        gc.enable()
+
+
 def test_a_call_that_failed_is_done_but_has_ended_only_when_the_others_have() -> None:
     """Receives that follow a failed one may still write to their buffers."""
     release, made = threading.Event(), []

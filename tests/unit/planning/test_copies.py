@@ -115,15 +115,6 @@ def test_slots_and_experts_are_connected_with_as_few_copies_as_it_takes(
         assert len(reached) == slots
 
 
-@given(st.data(), st.integers(1, 9), st.integers(1, 8), st.integers(1, 14))
-def test_copies_are_never_worse_than_none(data: st.DataObject, slots: int, places: int, experts: int) -> None:
-    experts = min(experts, slots * places)
-    limits = SlotLimits.uniform(slots, places)
-    loads = data.draw(expert_loads(experts))
-    alone = place_copies(loads, limits, num_copies=experts)
-    assert (levels(place_copies(loads, limits), loads, limits) <= levels(alone, loads, limits) + 1e-6).all()
-
-
 def count_one_by_one(tokens: list[int], slots: int, num_copies: int, fewest: int) -> list[int]:
     """Reference for `count_copies`: every further copy goes to the expert that needs it most."""
     copies = [fewest] * len(tokens)

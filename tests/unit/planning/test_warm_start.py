@@ -48,7 +48,21 @@ def test_a_plan_is_never_worse_than_the_placement_that_it_starts_from(
     loads = random_loads(seed, 2, experts)
     planned = plan_copies(loads, limits)
     check_fits(planned, limits)
-    assert (levels(planned, loads, limits) <= levels(place_copies(loads, limits), loads, limits) + 1e-6).all()
+    placed = place_copies(loads, limits)
+    assert (levels(planned, loads, limits) <= levels(placed, loads, limits) + 1e-6).all()
+    if limits.needed_copies(experts) == 1:
+        # Not even than one copy of each expert, where more of them only stand in the way.
+        alone = place_copies(loads, limits, num_copies=experts)
+        assert (levels(planned, loads, limits) <= levels(alone, loads, limits) + 1e-3).all()
+
+
+def test_a_plan_has_no_copies_that_stand_in_the_way() -> None:
+    # Nine experts fit on six slots of two places so that none has more than 3; connected by copies some have more.
+    loads = ExpertLoads(mean=np.array([[1.0, 1.0, 1.0, 1.0, 2.0, 2.0, 3.0, 3.0, 3.0]]))
+    limits = SlotLimits.uniform(6, 2)
+    alone = place_copies(loads, limits, num_copies=9)
+    assert levels(place_copies(loads, limits), loads, limits) > levels(alone, loads, limits) + 0.1
+    assert levels(plan_copies(loads, limits), loads, limits) <= levels(alone, loads, limits)
 
 
 @given(st.data(), SEEDS, st.integers(1, 12), st.integers(0, 6))

@@ -71,7 +71,7 @@ def test_balance_and_movement_are_those_of_a_slow_count(copies: bool) -> None:
         size = 4
         units = generator.multinomial(size, [0.25] * 4, shape[:-1])
     plans = [Placed(units=one, size=size, has_copies=copies) for one in units]
-    calls = iter([*plans, plans[0], plans[1]])  # two more for the processor time
+    calls = iter([*plans, plans[0], plans[0], plans[1]])  # once more for a death, twice for the processor time
     measured = run(Planner(name="given", plan=lambda loads, before: next(calls)))
     planned = [balance(units[index], WINDOWS[index], CASE.speeds, copies) for index in range(2)]
     following = [balance(units[index], WINDOWS[index + 1], CASE.speeds, copies) for index in range(2)]
@@ -109,6 +109,22 @@ def test_ours_beat_no_balancing_on_what_they_planned_for() -> None:
         assert measured[name].duplicates == 0
     assert measured["nep copies"].memory_total == pytest.approx(12 / 8)
     assert measured["nep cuts, warm"].moved_share <= measured["nep cuts"].moved_share
+
+
+def test_after_a_death_repair_moves_what_was_lost() -> None:
+    case = dataclasses.replace(CASE, speeds=(1.0,) * 4, physical=16)
+    measured = {planner.name: run(planner, case) for planner in our_planners(case, WORKLOAD, HARDWARE)}
+    assert measured["none"].death_lost_share == pytest.approx(1 / 4)
+    cuts, copies = measured["nep cuts"], measured["nep copies"]
+    assert cuts.death_moved_share == pytest.approx(cuts.death_lost_share)
+    assert copies.death_lost_share < 1 / 4
+    assert copies.death_moved_share >= copies.death_lost_share
+    assert measured["none"].death_moved_share > cuts.death_moved_share
+    for one in (cuts, copies):
+        assert 0 < one.death_balance <= 1 and one.death_step_s > 0
+    # Twelve copies less three leave nine for eight experts; nine less three do not.
+    tight = run(our_planners(dataclasses.replace(case, physical=8), WORKLOAD, HARDWARE)[5], case)
+    assert tight.death_moved_share is None
 
 
 def test_all_numbers_are_plain(tmp_path: Path) -> None:

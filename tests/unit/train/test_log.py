@@ -43,10 +43,13 @@ def test_every_line_has_its_place(logger: logging.Logger, tmp_path: Path) -> Non
     ]
 
 
-def test_lines_go_to_the_file_alone(logger: logging.Logger, tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> None:
-    """Under a launcher all slots share one standard error."""
+def test_lines_go_to_the_file_alone(
+    logger: logging.Logger, tmp_path: Path, capfd: pytest.CaptureFixture[str], caplog: pytest.LogCaptureFixture
+) -> None:
+    """Under a launcher all slots share one standard error, where a handler of the root logger may write."""
     log_to_file(tmp_path / "slot0.log")
     logger.warning("quiet")
     logging.getLogger("somebody.else").info("not ours")
     assert capfd.readouterr() == ("", "")
+    assert [record for record in caplog.records if record.name.startswith("nep")] == []
     assert (tmp_path / "slot0.log").read_text().count("\n") == 1

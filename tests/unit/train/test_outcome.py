@@ -5,6 +5,7 @@ from __future__ import annotations
 import dataclasses
 import json
 import math
+import os
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -134,12 +135,22 @@ def test_the_file_is_json_whatever_the_losses(tmp_path: Path) -> None:
     assert found == {"loss": [1.0, None, None], "nested": {"a": [None]}, "steps": 3, "name": "nan"}
 
 
-def test_a_file_that_cannot_be_written_leaves_the_old_one(tmp_path: Path) -> None:
-    path = tmp_path / "train.json"
-    path.write_text("the run before")
-    with pytest.raises(TypeError):
-        write_json(path, {"loss": object()})
-    assert path.read_text() == "the run before"
+def test_until_a_file_is_complete_the_old_one_stays(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A trainer may be killed while it writes."""
+
+    def killed(source: object, target: object) -> None:
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr(os, "replace", killed)
+    for name, write in (
+        ("train.json", lambda path: write_json(path, {"steps": 3})),
+        ("loads.npz", lambda path: write_loads(path, make_trainer(), "debug")),
+    ):
+        path = tmp_path / name
+        path.write_text("the run before")
+        with pytest.raises(KeyboardInterrupt):
+            write(path)
+        assert path.read_text() == "the run before"
 
 
 def test_loads_are_plain_numpy(tmp_path: Path) -> None:
