@@ -18,7 +18,7 @@ from nep.fault_tolerance.commit import commit_layout, commit_step, settle
 from nep.fault_tolerance.connections import Connections
 from nep.fault_tolerance.control_store import ControlStore, decision_key, end_key, finished_key
 from nep.fault_tolerance.history import Committed
-from nep.fault_tolerance.injection import Injector
+from nep.fault_tolerance.injection import Injector, fired
 from nep.fault_tolerance.job import Job
 from nep.fault_tolerance.membership import JobEnded, LeftOut
 from nep.fault_tolerance.recovery import CheckpointNeeded, enter_generation, recover
@@ -280,6 +280,10 @@ class Trainer:
         if self._recovery is not None:
             recovery, self._recovery = self._recovery, None
             recovery.resumed_at = time.time()
+            # An injected failure is known to the moment; a supervisor's report comes a few milliseconds later.
+            for index, when in fired(self.config.failures, self.run_state.store).items():
+                if self.config.failures[index].slot in recovery.failed_slots and recovery.failed_at is not None:
+                    recovery.failed_at = min(recovery.failed_at, when)
             self.recoveries.append(recovery)
             self.hooks.on_recovery(self, recovery)
 
