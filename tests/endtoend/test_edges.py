@@ -1,0 +1,32 @@
+"""Failures in places where little is left to do, or where another change is under way."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+from tests.endtoend.conftest import LOSS_TOLERANCE, SmallJob
+from tests.endtoend.test_random_kills import pairs_to_spare
+
+
+def test_mirrors_are_completed_when_a_kill_has_interrupted_that(small_job: SmallJob, tmp_path: Path) -> None:
+    """The layout that was not committed and the one that recovery makes have the same number."""
+    first, second = pairs_to_spare(5, 2)[0]
+    # Phase `recover` of step 4 is the move that completes the mirrors, after step 3 and before step 4.
+    failures = ["--fail", f"{second}@3:kill@backward", "--fail", f"{first}@4:kill@recover"]
+    outcome = small_job.run(5, "--replicas", "2", *failures, folder=tmp_path)
+    assert outcome.result is not None
+    assert len(outcome.result["live_slots"]) == 3
+    assert outcome.result["unprotected_intervals"] == 0
+
+
+def test_the_only_step_is_interrupted_after_its_vote(small_job: SmallJob, tmp_path: Path) -> None:
+    """Nothing is left to be replayed: recovery leads straight to the end."""
+    arguments = ["--steps", "1", "--fail", "1@1:kill@return"]
+    outcome = small_job.run(3, *arguments, folder=tmp_path, check=False)
+    result = outcome.result
+    assert outcome.returncode == 0 and result is not None, outcome.output
+    assert (result["lost_steps"], result["lost_samples"], result["repeated_samples"]) == (0, 0, 0)
+    assert result["live_slots"] == [0, 2] and len(result["recovery_s"]) == 1
+    (loss,) = result["loss"]
+    assert abs(loss - small_job.losses[0]) <= LOSS_TOLERANCE * small_job.losses[0]
+    assert [entry["step"] for entry in result["generations"]] == [0, 1]
