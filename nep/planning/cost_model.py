@@ -22,14 +22,14 @@ from nep.planning.held import Floats, elements, expert_axes
 from nep.planning.kernel_costs import Busy, Kernels
 from nep.planning.layout import Lines, axis_lines
 from nep.planning.loads import ExpertLoads
-from nep.planning.plan import Plan
+from nep.planning.plan import Lane, Plan
 from nep.planning.replica_time import ReplicaTime, replica_time, row_bytes
 from nep.planning.shapes import ModelShape, parameter_lines
 from nep.planning.traffic import grad_traffic, mirror_traffic, transfer_traffic
 from nep.planning.transfer import Transfer
 from nep.planning.workload import Workload
 
-__all__ = ["PARTS", "Binding", "StepTime", "placement_cost", "step_time", "transfer_seconds"]
+__all__ = ["PARTS", "Binding", "StepTime", "placement_cost", "replica_seconds", "step_time", "transfer_seconds"]
 
 # One record of a slot in the vote.
 VOTE_BYTES = 128
@@ -159,6 +159,28 @@ def step_time(
     )
 
 
+def replica_seconds(
+    plan: Plan,
+    *,
+    shape: ModelShape,
+    workload: Workload,
+    cluster: Cluster,
+    hardware: HardwareProfile,
+    loads: ExpertLoads | None = None,
+    shares: Floats | None = None,
+) -> tuple[float, ...]:
+    """Forward and backward of each replica: all of a step that depends on how the batch is shared.
+
+    Args: as for `step_time`.
+    """
+    lines = parameter_lines(shape)
+    num_layers = len(expert_axes(lines))
+    domains = scale_up_domains(cluster, hardware)
+    popularity = (loads or ExpertLoads.uniform(num_layers, shape.num_experts)).normalised().mean
+    times = _replica_times(plan, shape, workload, hardware, lines, domains, popularity, shares)
+    return tuple(time.seconds for time in times)
+
+
 def placement_cost(
     shape: ModelShape,
     workload: Workload,
@@ -261,8 +283,11 @@ def _replica_times(
     known: dict[object, ReplicaTime] = {}
     times: list[ReplicaTime] = []
     speed_of = dict(zip(plan.slots, plan.speeds_ppm, strict=True))
+    lanes_of: dict[int, list[Lane]] = {}
+    for lane in plan.lanes:
+        lanes_of.setdefault(lane.replica, []).append(lane)
     for index, slots in enumerate(plan.replicas):
-        lanes = tuple(lane for lane in plan.lanes if lane.replica == index)
+        lanes = tuple(lanes_of.get(index, ()))
         places = {slot: place for place, slot in enumerate(slots)}
         first = min(domains[slot] for slot in slots)
         key = None

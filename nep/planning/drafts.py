@@ -13,17 +13,17 @@ from nep.planning.assembly import ExpertAxes, assemble, hold_experts
 from nep.planning.changes import NO_CHANGE, Change, find_change
 from nep.planning.cluster import Cluster
 from nep.planning.copy_cuts import CopyCuts, quota_shares
-from nep.planning.cost_model import StepTime, placement_cost, step_time
+from nep.planning.cost_model import StepTime, placement_cost, replica_seconds, step_time
 from nep.planning.costs import PlacementCost
-from nep.planning.dealing import Integers, deal_cut, redeal_cut
+from nep.planning.dealing import Integers, count_cut, deal_cut, redeal_cut
 from nep.planning.hardware import scale_up_domains
-from nep.planning.lanes import batch_choices, form_lanes, hold_dense, make_lanes, share_by_pace
+from nep.planning.lanes import Cuts, batch_choices, form_lanes, hold_dense, make_lanes, share_by_pace
 from nep.planning.layout import Layout, count_units
 from nep.planning.loads import ExpertLoads
 from nep.planning.memory_model import Memory
 from nep.planning.mirrors import place_mirrors
 from nep.planning.plan import Lane, Plan
-from nep.planning.replica_cuts import CutsFromScratch, Prices, Slots, adapt_cuts, held_by
+from nep.planning.replica_cuts import CutsFromScratch, Prices, Slots, Way, adapt_cuts, held_by
 from nep.planning.request import PlanRequest
 from nep.planning.room import Limits, Room
 from nep.planning.shapes import parameter_lines
@@ -48,6 +48,7 @@ class Draft:
         change: the way to it from the plan in force.
         limited: whether memory had a say in where experts are.
         frugal: whether it is one for after a loss that moves what was lost and little more.
+        allowed: whether it may be chosen; otherwise it is only shown for comparison.
     """
 
     name: str
@@ -58,10 +59,15 @@ class Draft:
     change: Change
     limited: bool
     frugal: bool = False
+    allowed: bool = True
 
     def seconds(self, steps: int) -> float:
         """To get there and take so many steps."""
         return self.change.seconds + steps * self.time.total
+
+
+class NothingNew(Exception):
+    """A draft would be like another one, which is named."""
 
 
 class Drafter:
@@ -118,7 +124,14 @@ class Drafter:
     # Drafts.
 
     def from_scratch(
-        self, name: str, replicas: Replicas, *, width: int = 1, cut: bool = True, current: Plan | None = None
+        self,
+        name: str,
+        replicas: Replicas,
+        *,
+        width: int = 1,
+        way: Way = "cut",
+        current: Plan | None = None,
+        unlike: Sequence[Draft] = (),
     ) -> Draft:
         """Experts placed anew; with a plan in force such that few units change slots.
 
@@ -126,25 +139,31 @@ class Drafter:
             name: of the draft.
             replicas: slots of each.
             width: most slots of a lane.
-            cut: whether experts may be cut.
+            way: how experts may be placed.
             current: the plan in force.
+            unlike: drafts that it should differ from.
 
         Raises:
             ValueError: if it does not fit into memory.
+            NothingNew: if it is like one of the others.
         """
         prices = self.prices(replicas, width)
         batch = self.request.workload.global_batch_size
         lanes = make_lanes(form_lanes(replicas, width, self.domains), self.speeds_ppm, batch)
+        slots_of = [lane.slots for lane in lanes]
         dense = hold_dense(lanes, self.speeds_ppm, self.lines)
         holders = None if current is None else current.holders
 
         def build(limits: Limits | None) -> Plan:
-            scratch = CutsFromScratch(prices, limits, cut=cut)
-            dealt = [scratch.deal(replica, holders) for replica in replicas]
+            scratch = CutsFromScratch(prices, limits, way=way)
+            cuts = hold_experts(self.experts, replicas, [scratch.deal(replica, holders) for replica in replicas])
+            for other in unlike:
+                if [lane.slots for lane in other.plan.lanes] == slots_of and _holds(other.plan, cuts):
+                    raise NothingNew(other.name)
             return assemble(
                 replicas=replicas,
                 lanes=lanes,
-                cuts=dense | hold_experts(self.experts, replicas, dealt),
+                cuts=dense | cuts,
                 cluster=self.cluster,
                 lines=self.lines,
                 redundancy=self.request.redundancy,
@@ -170,6 +189,7 @@ class Drafter:
                 global_batch_size=self.request.workload.global_batch_size,
                 redundancy=self.request.redundancy,
                 limits=limits,
+                cut=self.request.limits.fractions,
             )
 
         return self._fitted(name, build, current)
@@ -193,7 +213,9 @@ class Drafter:
             speeds_ppm=tuple(self.speeds_ppm[slot] for slot in current.slots),
         )
         plan = replace(plan, mirrors=place_mirrors(plan, self.cluster, self.lines))
-        return self._fitted(name, lambda _: plan, current)
+        copied, cut = self.forms(current)
+        shares = self._quota_shares(current) if copied and not cut else None
+        return self._fitted(name, lambda _: plan, current, lambda: shares)
 
     def forms(self, plan: Plan) -> tuple[bool, bool]:
         """Whether a plan has expert copies, and whether it has slices of experts."""
@@ -217,7 +239,7 @@ class Drafter:
             budget: part of a replica's units that may move.
 
         Raises:
-            ValueError: if it does not fit into memory.
+            ValueError: if it does not fit into memory, or nothing moves.
         """
         request = self.request
         width = max(len(lane.slots) for lane in base.lanes)
@@ -225,6 +247,7 @@ class Drafter:
         lanes = make_lanes(form_lanes(replicas, width, self.domains), self.speeds_ppm, batch)
         dense = hold_dense(lanes, self.speeds_ppm, self.lines)
         largest = max(len(replica) for replica in replicas)
+        cuts = [base.holders.by_slot(axis) for axis in self.experts.names]
 
         def build(limits: Limits | None) -> Plan:
             dealt = adapt_cuts(
@@ -235,6 +258,13 @@ class Drafter:
                 budget=budget,
                 limits=limits,
             )
+            if replicas == base.replicas and all(
+                by_slot.get(slot, ()) is held
+                for slots, layers in zip(replicas, dealt, strict=True)
+                for by_slot, of_layer in zip(cuts, layers, strict=True)
+                for slot, held in zip(slots, of_layer, strict=True)
+            ):
+                raise ValueError("no move pays for itself")
             return assemble(
                 replicas=replicas,
                 lanes=lanes,
@@ -301,6 +331,15 @@ class Drafter:
         if cut is None:
             raise ValueError("experts are cut in the plan in force, or slots have more copies than they may")
         return cut
+
+    def _quota_shares(self, plan: Plan) -> NDArray[np.float64]:
+        """`_shares` of the copies of a plan."""
+        experts = self.experts
+        cuts = [
+            count_cut(held_by(plan.holders, experts, slots), experts.num_experts, experts.units_per_expert)
+            for slots in plan.replicas
+        ]
+        return self._shares(plan.replicas, cuts)
 
     def _shares(self, replicas: Replicas, cuts: Sequence[Integers]) -> NDArray[np.float64]:
         """Parts of each expert's tokens that go to each slot, ``[layers, experts, slots of the plan]``."""
@@ -380,29 +419,46 @@ class Drafter:
 
     def _time(self, plan: Plan, shares: NDArray[np.float64] | None) -> tuple[StepTime, Plan]:
         """The plan with the fastest way to share its batch; the plan itself if none is faster."""
+        request = self.request
 
-        def timed(lanes: tuple[Lane, ...]) -> tuple[StepTime, Plan]:
+        def paced(lanes: tuple[Lane, ...]) -> tuple[tuple[float, ...], Plan]:
             other = plan if lanes == plan.lanes else replace(plan, lanes=lanes)
-            time = step_time(
+            seconds = replica_seconds(
                 other,
-                shape=self.request.shape,
-                workload=self.request.workload,
+                shape=request.shape,
+                workload=request.workload,
                 cluster=self.cluster,
-                hardware=self.request.hardware,
+                hardware=request.hardware,
                 loads=self.loads,
                 shares=shares,
             )
-            return time, other
+            return seconds, other
 
-        best = min((timed(lanes) for lanes in batch_choices(plan.lanes, self.speeds_ppm)), key=_total)
+        best = min((paced(lanes) for lanes in batch_choices(plan.lanes, self.speeds_ppm)), key=_slowest)
         # Replicas that are cut differently keep another pace: share by what was predicted, as long as that helps.
         for _ in range(_PACE_ROUNDS if len(plan.replicas) > 1 else 0):
-            better = timed(share_by_pace(best[1].lanes, best[0].replica_seconds))
-            if better[0].total >= best[0].total:
+            lanes = share_by_pace(best[1].lanes, best[0])
+            better = paced(lanes) if lanes != best[1].lanes else best
+            if _slowest(better) >= _slowest(best):
                 break
             best = better
-        return best
+        time = step_time(
+            best[1],
+            shape=request.shape,
+            workload=request.workload,
+            cluster=self.cluster,
+            hardware=request.hardware,
+            loads=self.loads,
+            shares=shares,
+        )
+        return time, best[1]
 
 
-def _total(timed: tuple[StepTime, Plan]) -> float:
-    return timed[0].total
+def _holds(plan: Plan, cuts: Cuts) -> bool:
+    """Whether slots hold just that of some axes."""
+    held = {axis: {slot: units for slot, units in by_slot.items() if units} for axis, by_slot in cuts.items()}
+    return all(plan.holders.by_slot(axis) == by_slot for axis, by_slot in held.items())
+
+
+def _slowest(paced: tuple[tuple[float, ...], Plan]) -> float:
+    return max(paced[0])

@@ -78,15 +78,14 @@ def share_by_pace(lanes: Sequence[Lane], seconds: Sequence[float]) -> tuple[Lane
     if fastest == 0.0:
         return tuple(lanes)
     shares = split_sequences(sum(sequences), [round(pace / fastest * 1_000_000_000) for pace in paces])
-    parts: dict[int, tuple[int, ...]] = {}
-    for replica, share in enumerate(shares):
-        sizes = [len(lane.slots) for lane in lanes if lane.replica == replica]
-        parts[replica] = split_sequences(share, sizes) if sizes else ()
-    places = [0] * len(seconds)
-    shared = []
-    for lane in lanes:
-        shared.append(replace(lane, num_sequences=parts[lane.replica][places[lane.replica]]))
-        places[lane.replica] += 1
+    members: dict[int, list[int]] = {}
+    for index, lane in enumerate(lanes):
+        members.setdefault(lane.replica, []).append(index)
+    shared = list(lanes)
+    for replica, indices in members.items():
+        parts = split_sequences(shares[replica], [len(lanes[index].slots) for index in indices])
+        for index, part in zip(indices, parts, strict=True):
+            shared[index] = replace(lanes[index], num_sequences=part)
     return tuple(shared)
 
 

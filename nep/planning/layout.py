@@ -182,6 +182,8 @@ class Layout:
             if kept is None:
                 kept = {slot: intervals for slot, intervals in by_slot.items() if intervals}
                 for slot, intervals in kept.items():
+                    if len(intervals) == 1 and 0 <= intervals[0][0] < intervals[0][1]:
+                        continue
                     if id(intervals) in sound:
                         continue
                     problem = _problem(intervals)
@@ -248,16 +250,27 @@ class Layout:
             ValueError: if the value has another form, or the intervals are not a layout.
         """
         try:
-            cuts = {
-                str(axis): {
-                    int(slot): tuple((_integer(lo), _integer(hi)) for lo, hi in intervals)
-                    for slot, intervals in by_slot.items()
-                }
-                for axis, by_slot in value.items()
-            }
+            cuts: dict[str, Mapping[int, Intervals]] = {}
+            # Axes that are cut alike share their mapping again, and slots that hold the same their tuple.
+            different: list[tuple[object, Mapping[int, Intervals]]] = []
+            interned: dict[Intervals, Intervals] = {}
+            for axis, by_slot in value.items():
+                known = next((cut for text, cut in different[-_ALIKE:] if text == by_slot), None)
+                if known is None:
+                    held = {
+                        int(slot): tuple((_integer(lo), _integer(hi)) for lo, hi in intervals)
+                        for slot, intervals in by_slot.items()
+                    }
+                    known = {slot: interned.setdefault(intervals, intervals) for slot, intervals in held.items()}
+                    different.append((by_slot, known))
+                cuts[str(axis)] = known
         except (AttributeError, TypeError, ValueError) as error:
             raise ValueError(f"a layout must be {{axis: {{slot: [[lo, hi], ...]}}}} in integers ({error})") from error
         return cls(cuts)
+
+
+_ALIKE = 32
+"""With so many different axes before it, an axis that is read is compared."""
 
 
 def _integer(value: object) -> int:

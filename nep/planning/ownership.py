@@ -1,18 +1,14 @@
-"""Who owns which units: owners stay put, and what has none goes to its holders, even in bytes.
+"""Who owns which units: owners stay put, and what has none goes to its holders, even in bytes."""
 
-A layout for thousands of slots has millions of entries but few different ones, so slots are looked at by
-*class*: those that hold exactly the same of an axis.
-"""
-
-from collections import defaultdict
 from collections.abc import Container, Mapping, Sequence
 from dataclasses import dataclass
+from itertools import pairwise
 
 import numpy as np
 from numpy.typing import NDArray
 
 from nep.planning.assignment import Assigned, deal, water_fill
-from nep.planning.intervals import Interval, Intervals, count_units, intersect, normalize, segments, subtract
+from nep.planning.intervals import Interval, Intervals, count_units, intersect, normalize, subtract
 from nep.planning.layout import Layout, Lines, axis_lines, axis_unit_numel
 
 Integers = NDArray[np.int64]
@@ -143,16 +139,16 @@ def _find_orphans(
     """Units without an owner, grouped by axis and by who holds them, in canonical order."""
     found: list[_Orphans] = []
     missing: list[str] = []
-    classes: dict[int, _Classes] = {}
+    known: dict[int, _Holders] = {}
     for axis, line in axis_lines(lines).items():
         distinct = set(owners.get(axis, {}).values())
         orphans = subtract([(0, line.num_units)], [interval for intervals in distinct for interval in intervals])
         if not orphans:
             continue
         by_slot = holders.by_slot(axis)
-        if id(by_slot) not in classes:
-            classes[id(by_slot)] = _Classes(by_slot, position)
-        for members, intervals in classes[id(by_slot)].split(orphans):
+        if id(by_slot) not in known:
+            known[id(by_slot)] = _Holders(by_slot, position)
+        for members, intervals in known[id(by_slot)].split(orphans):
             if not members.size:
                 missing.append(f"{intervals} of {axis}")
                 continue
@@ -162,8 +158,8 @@ def _find_orphans(
     return found
 
 
-class _Classes:
-    """The classes of one axis.
+class _Holders:
+    """Who holds what of an axis, as arrays with one entry for each interval of each slot.
 
     Args:
         by_slot: what each slot holds of it.
@@ -171,28 +167,27 @@ class _Classes:
     """
 
     def __init__(self, by_slot: Mapping[int, Intervals], position: Mapping[int, int]) -> None:
-        by_identity: dict[int, tuple[Intervals, list[int]]] = {}
-        for slot in sorted(by_slot):
-            intervals = by_slot[slot]
-            by_identity.setdefault(id(intervals), (intervals, []))[1].append(position[slot])
-        by_value: dict[Intervals, list[int]] = {}
-        for intervals, places in by_identity.values():
-            by_value.setdefault(intervals, []).extend(places)
-        self._cut = dict(enumerate(by_value))
-        self._members = [np.sort(np.array(places, dtype=np.int64)) for places in by_value.values()]
+        slots = sorted(by_slot)
+        held = [by_slot[slot] for slot in slots]
+        table = np.array([interval for intervals in held for interval in intervals], dtype=np.int64).reshape(-1, 2)
+        self._lo, self._hi = table[:, 0].copy(), table[:, 1].copy()
+        places = np.array([position[slot] for slot in slots], dtype=np.int64)
+        self._position = np.repeat(places, [len(intervals) for intervals in held])  # ascending
+        self._boundaries = np.unique(table)
 
     def split(self, intervals: Intervals) -> list[tuple[Integers, list[Interval]]]:
-        """The units grouped by the positions of all slots that hold them."""
-        grouped: dict[tuple[int, ...], list[Interval]] = defaultdict(list)
-        for lo, hi, who in segments(self._cut, intervals):
-            grouped[who].append((lo, hi))
-        return [(self._union(who), units) for who, units in grouped.items()]
-
-    def _union(self, who: tuple[int, ...]) -> Integers:
-        if len(who) == 1:
-            return self._members[who[0]]
-        empty = [np.zeros(0, dtype=np.int64)]
-        return np.sort(np.concatenate(empty + [self._members[index] for index in who]))
+        """The units grouped by the positions, ascending, of all slots that hold them."""
+        grouped: dict[bytes, tuple[Integers, list[Interval]]] = {}
+        for first, last in intervals:
+            inside = self._boundaries[(self._boundaries > first) & (self._boundaries < last)].tolist()
+            for lo, hi in pairwise([first, *inside, last]):
+                members = self._position[(self._lo <= lo) & (self._hi >= hi)]
+                units = grouped.setdefault(members.tobytes(), (members, []))[1]
+                if units and units[-1][1] == lo:
+                    units[-1] = (units[-1][0], hi)
+                else:
+                    units.append((lo, hi))
+        return list(grouped.values())
 
 
 def _numel(owners: Cuts, sizes: Mapping[str, int], position: Mapping[int, int]) -> Integers:
@@ -201,5 +196,7 @@ def _numel(owners: Cuts, sizes: Mapping[str, int], position: Mapping[int, int]) 
     for axis, by_slot in owners.items():
         size = sizes[axis]
         for slot, intervals in by_slot.items():
-            numel[position[slot]] += count_units(intervals) * size
+            place = position[slot]
+            for lo, hi in intervals:
+                numel[place] += (hi - lo) * size
     return np.array(numel, dtype=np.int64)

@@ -8,6 +8,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from nep.planning.cost_model import StepTime, step_time
+from nep.planning.costs import PlacementCost
 from nep.planning.dispatch_rows import hit_chance, inclusion
 from nep.planning.drafts import Draft, Drafter
 from nep.planning.held import expert_units
@@ -25,6 +26,7 @@ Floats = NDArray[np.float64]
 _DEATHS = 4
 # A placement so near its bound is as good as the bound says.
 _AT_BOUND = 1.02
+_LEVEL = 0.98
 
 
 @dataclass(frozen=True)
@@ -146,9 +148,15 @@ def _replica(
         rows=(hits / np.maximum(hits.mean(axis=1, keepdims=True), 1e-300)).mean(axis=0),
         balance=float((1 / speeds.sum() / busy).mean()),
         layers_s=float(seconds.max(axis=1).sum()),
-        bound_s=float(bound.parts["work"].sum() if copied else bound.total_s),
+        bound_s=len(load) * _bound_with_copies(cost, speeds) if copied else bound.total_s,
         binds=(work,) * len(bound.binds) if copied else bound.binds,
     )
+
+
+def _bound_with_copies(cost: PlacementCost, speeds: Floats) -> float:
+    """Seconds of a layer if all slots share its tokens as they like."""
+    token_s = cost.token_s / speeds + cost.row_s
+    return float(cost.tokens / (1 / token_s).sum()) if token_s.all() else 0.0
 
 
 def _slots(drafter: Drafter, draft: Draft, replicas: Sequence[_ReplicaFigures]) -> tuple[SlotFigures, ...]:
@@ -220,6 +228,8 @@ def _experts_bind(drafter: Drafter, draft: Draft, replica: _ReplicaFigures) -> s
     above = (
         f"{replica.layers_s / replica.bound_s - 1:.1%} above the bound" if replica.bound_s > 0 else "above the bound"
     )
+    if replica.balance >= _LEVEL:
+        return f"{above}: slots are level, the rest are rows and pieces of slices and copies"
     copied, cut = drafter.forms(draft.plan)
     if not cut and not drafter.request.limits.fractions:
         more = "more copies" if copied else "copies"
@@ -256,14 +266,13 @@ def _why(drafter: Drafter, draft: Draft, chosen: Draft) -> str:
     steps = drafter.request.horizon_steps
     moving, gain = draft.change.seconds - chosen.change.seconds, chosen.time.total - draft.time.total
     if draft is chosen:
-        return (
-            f"fewest seconds over {steps} steps, the move included"
-            if draft.change.seconds
-            else "fewest predicted seconds"
-        )
+        moves = draft.change.seconds > 0
+        return f"fewest seconds over {steps} steps, the move included" if moves else "fewest predicted seconds"
+    share = abs(gain) / chosen.time.total if chosen.time.total > 0 else 0.0
+    if not draft.allowed:
+        return f"{share:.1%} {'faster' if gain > 0 else 'slower'} a step; leaves places for copies empty"
     if gain == 0 and moving == 0:
         return "as fast, and not simpler"
-    share = abs(gain) / chosen.time.total if chosen.time.total > 0 else 0.0
     if gain <= 0:
         return f"{share:.1%} slower a step" + (f", and moves {moving:.2f} s longer" if moving > 0 else "")
     if draft.seconds(steps) < chosen.seconds(steps):

@@ -100,14 +100,12 @@ def plan_after_failure(plan: Plan, cluster: Cluster, lines: Lines) -> Plan:
     if healthy.isdisjoint(plan.slots):
         raise RuntimeError(f"no slot of plan {plan.number} is healthy; restart from a checkpoint")
     survivors = tuple(left for replica in plan.replicas if (left := tuple(s for s in replica if s in healthy)))
-    experts = ExpertAxes.of(lines)
-    prices = None if experts is None else Prices.unknown(experts, cluster.speeds_ppm)
     return go_on(
         plan,
         survivors,
         cluster=cluster,
         lines=lines,
-        prices=prices,
+        prices=None,
         global_batch_size=plan.global_batch_size,
         redundancy=plan.redundancy,
         new_mirrors=False,

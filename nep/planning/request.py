@@ -23,7 +23,7 @@ class Limits:
     Attributes:
         fractions: experts may be cut; otherwise they are placed whole (other frameworks).
         physical_experts: expert copies per layer and replica, at least the experts; None: no copies. A slot holds
-            a copy whole.
+            a copy whole. Where experts may not be cut, so many places are there to be filled (servers).
         max_tp: largest number of slots of a lane; 1: everything but experts is held whole by every slot.
         memory_share: part of a slot's memory that the plan may use.
         change_in_parts: a change of layout may be carried out a few axes at a time, freeing memory in between;

@@ -8,9 +8,10 @@ from collections.abc import Callable
 from dataclasses import dataclass, field, replace
 
 from nep.planning.cluster import Cluster
-from nep.planning.drafts import Draft, Drafter, Replicas
+from nep.planning.drafts import Draft, Drafter, NothingNew, Replicas
 from nep.planning.plan import Plan
 from nep.planning.plan_report import Refused, report_on
+from nep.planning.replica_cuts import Way
 from nep.planning.replicas import replica_choices
 from nep.planning.request import Planned, PlanRequest
 from nep.planning.validation import check_plan
@@ -45,15 +46,27 @@ def make_plan(request: PlanRequest) -> Planned:
 
 @dataclass(eq=False)
 class _Search:
-    """Drafts, and ways that led nowhere."""
+    """Drafts, and ways that led nowhere.
 
+    Attributes:
+        must_copy: only plans with expert copies may be chosen.
+    """
+
+    must_copy: bool
     drafts: list[Draft] = field(default_factory=list)
     refused: list[Refused] = field(default_factory=list)
 
-    def add(self, name: str, make: Callable[[str], Draft], *, frugal: bool = False) -> Draft | None:
-        """Tries one way; None if it led nowhere."""
+    def add(
+        self, name: str, make: Callable[[str], Draft], *, frugal: bool = False, only_if_new: bool = False
+    ) -> Draft | None:
+        """Tries one way; None if it led nowhere, or where another one leads."""
         try:
-            draft = replace(make(name), frugal=frugal)
+            draft = make(name)
+            draft = replace(draft, frugal=frugal, allowed=draft.shares is not None or not self.must_copy)
+        except NothingNew as same:
+            if not only_if_new:
+                self.refused.append(Refused(name, f"comes to the same as {same}"))
+            return None
         except ValueError as error:
             self.refused.append(Refused(name, str(error)))
             return None
@@ -69,12 +82,18 @@ class _Search:
         Raises:
             ValueError: if there is none.
         """
-        if not self.drafts:
+        allowed = [draft for draft in self.drafts if draft.allowed]
+        if not allowed:
             raise ValueError(self.refused[0].why)
-        best = min(self.drafts, key=lambda draft: draft.seconds(steps))
-        frugal = [draft for draft in self.drafts if draft.frugal]
+        best = min(allowed, key=lambda draft: draft.seconds(steps))
+        frugal = [draft for draft in allowed if draft.frugal]
         first = min(frugal, key=lambda draft: draft.seconds(steps), default=best)
         return first if first.seconds(steps) <= WORTH_MOVING * best.seconds(steps) else best
+
+
+def _must_copy(request: PlanRequest) -> bool:
+    """Where experts are whole and places for copies are given, these are there to be filled."""
+    return not request.limits.fractions and request.limits.physical_experts is not None
 
 
 # From scratch.
@@ -85,11 +104,11 @@ def _from_scratch(drafter: Drafter) -> _Search:
     request, slots = drafter.request, drafter.cluster.healthy
     if request.num_replicas is not None:
         return _begin(drafter, request.num_replicas)
-    search = _Search()
+    search = _Search(must_copy=_must_copy(request))
     number = _most_replicas(drafter)
     while number >= 1:
         search = _begin(drafter, number)
-        if search.drafts:
+        if any(draft.allowed for draft in search.drafts):
             return search
         # One less at a time; where there are hundreds, a few at a time.
         number = min(number - 1, number - len(slots) // 500)
@@ -110,12 +129,13 @@ def _most_replicas(drafter: Drafter) -> int:
     return max(1, min(len(slots), sum(known) // each))
 
 
-def _begin(drafter: Drafter, num_replicas: int) -> _Search:
-    search = _Search()
+def _begin(drafter: Drafter, num_replicas: int, current: Plan | None = None) -> _Search:
+    """All ways to form so many replicas, and lanes in them."""
+    search = _Search(must_copy=_must_copy(drafter.request))
     for index, replicas in enumerate(replica_choices(drafter.cluster.healthy, drafter.domains, num_replicas)):
         for width in _widths(drafter, replicas):
             suffix = (", equal replicas" if index else "") + (f", lanes of {width}" if width > 1 else "")
-            _place_anew(search, drafter, replicas, width, suffix, None)
+            _place_anew(search, drafter, replicas, width, suffix, current)
     return search
 
 
@@ -131,14 +151,18 @@ def _place_anew(
     """Every way to place experts that the limits allow."""
     limits = drafter.request.limits
 
-    def placed(cut: bool) -> Callable[[str], Draft]:
-        return lambda name: drafter.from_scratch(name, replicas, width=width, cut=cut, current=current)
+    def placed(way: Way) -> Callable[[str], Draft]:
+        return lambda name: drafter.from_scratch(
+            name, replicas, width=width, way=way, current=current, unlike=search.drafts
+        )
 
     if limits.fractions:
-        search.add("fractional cuts" + suffix, placed(True))
+        search.add("fractional cuts" + suffix, placed("cut"))
     if limits.physical_experts is not None and width == 1:
         search.add("expert copies" + suffix, lambda name: drafter.copied(name, replicas, current))
-    search.add("whole experts" + suffix, placed(False))
+    search.add("whole experts" + suffix, placed("whole"))
+    # By the time of a step the plain way can win by a hair, since it is not what placement goes by.
+    search.add("whole experts by load alone" + suffix, placed("plain"), only_if_new=True)
 
 
 # From a plan in force.
@@ -147,15 +171,11 @@ def _place_anew(
 def _onward(drafter: Drafter, current: Plan) -> _Search:
     """All ways to go on from a plan."""
     request, healthy = drafter.request, frozenset(drafter.cluster.healthy)
-    search = _Search()
     survivors = tuple(left for slots in current.replicas if (left := tuple(s for s in slots if s in healthy)))
     new = sorted(healthy - set(current.slots))
     if request.num_replicas not in (None, len(current.replicas), len(survivors)) or not survivors:
-        for index, replicas in enumerate(
-            replica_choices(drafter.cluster.healthy, drafter.domains, request.num_replicas or len(current.replicas))
-        ):
-            _place_anew(search, drafter, replicas, 1, ", equal replicas" if index else "", current)
-        return search
+        return _begin(drafter, request.num_replicas or len(current.replicas), current)
+    search = _Search(must_copy=_must_copy(request))
     grown = _join(survivors, new, drafter)
     _carry_on(search, drafter, current, survivors, grown)
     width = max(len(lane.slots) for lane in current.lanes)
@@ -170,30 +190,39 @@ def _carry_on(search: _Search, drafter: Drafter, current: Plan, survivors: Repli
     """Ways that leave slots what they have."""
     limits = drafter.request.limits
     copied, cut = drafter.forms(current)
-    if copied:
-        if limits.physical_experts is not None:
-            search.add("copies moved where it pays", lambda name: drafter.copied(name, survivors, current, adapt=True))
+    if max(len(lane.slots) for lane in current.lanes) > limits.max_tp or (cut and not limits.fractions):
         return
-    if cut and not limits.fractions:
+    if copied and limits.physical_experts is None:
         return
-    if sum(map(len, survivors)) == len(current.slots):
+    kept: Draft | None = None
+    damaged = sum(map(len, survivors)) < len(current.slots)
+    if not damaged:
         kept = search.add("keep the layout", lambda name: drafter.kept(name, current))
-        if limits.fractions and kept is not None:
-            search.add("moves that pay", lambda name: drafter.adapted(name, grown, kept.plan, current))
-    elif limits.fractions:
-        # A slot that has come takes over from one that is gone; where lanes are wider that takes another cut.
-        single = all(len(lane.slots) == 1 for lane in current.lanes)
-        left = grown if single else survivors
-        repaired = search.add("repair", lambda name: drafter.survivors(name, left, current), frugal=True)
-        if repaired is not None:
-            base = repaired.plan
-            if left == grown:
-                search.add(
-                    "repair, then a few moves",
-                    lambda name: drafter.adapted(name, grown, base, current, budget=MORE_THAN_LOST),
-                    frugal=True,
-                )
-            search.add("repair, then moves that pay", lambda name: drafter.adapted(name, grown, base, current))
+    if copied:
+        search.add("copies moved where it pays", lambda name: drafter.copied(name, survivors, current, adapt=True))
+    elif damaged:
+        _repair(search, drafter, current, survivors, grown)
+    elif limits.fractions and kept is not None:
+        base = kept.plan
+        search.add("moves that pay", lambda name: drafter.adapted(name, grown, base, current))
+
+
+def _repair(search: _Search, drafter: Drafter, current: Plan, survivors: Replicas, grown: Replicas) -> None:
+    """Ways to go on after a loss that leave survivors what they have."""
+    # A slot that has come takes over from one that is gone; where lanes are wider that takes another cut.
+    single = all(len(lane.slots) == 1 for lane in current.lanes)
+    left = grown if single else survivors
+    repaired = search.add("repair", lambda name: drafter.survivors(name, left, current), frugal=True)
+    if repaired is None or not drafter.request.limits.fractions:
+        return
+    base = repaired.plan
+    if left == grown:
+        search.add(
+            "repair, then a few moves",
+            lambda name: drafter.adapted(name, grown, base, current, budget=MORE_THAN_LOST),
+            frugal=True,
+        )
+    search.add("repair, then moves that pay", lambda name: drafter.adapted(name, grown, base, current))
 
 
 def _join(replicas: Replicas, new: list[int], drafter: Drafter) -> Replicas:

@@ -1,14 +1,15 @@
 """How a plan goes on with fewer slots: survivors keep what they hold and share out what was lost."""
 
-from collections.abc import Mapping
+from collections.abc import Container, Mapping, Sequence
 
-from nep.planning.assembly import assemble
+from nep.planning.assembly import ExpertAxes, assemble
 from nep.planning.cluster import Cluster
+from nep.planning.even_shares import EvenShares
 from nep.planning.intervals import Intervals
 from nep.planning.lanes import Cuts, hold_dense, keep_dense, make_lanes
 from nep.planning.layout import Lines
 from nep.planning.plan import Lane, Plan, Redundancy
-from nep.planning.replica_cuts import Prices, repair_cuts
+from nep.planning.replica_cuts import Dealt, Prices, repair_cuts
 
 
 def go_on(
@@ -21,6 +22,7 @@ def go_on(
     global_batch_size: int,
     redundancy: Redundancy,
     limits: Mapping[int, int] | None = None,
+    cut: bool = True,
     new_mirrors: bool = True,
 ) -> Plan:
     """The next plan of some replicas and slots of a plan.
@@ -30,10 +32,11 @@ def go_on(
         replicas: what is left of those that go on, and slots that have come, each a lane of its own. None empty.
         cluster: every slot, with its health and speed.
         lines: the model's.
-        prices: what placement goes by; None for a model without experts.
+        prices: what placement goes by; None: equal loads, as in recovery, where time is short.
         global_batch_size: sequences of a step.
         redundancy: where owners are mirrored.
         limits: slot -> units of experts that it has memory for; None: no limit.
+        cut: whether lost experts may be cut.
         new_mirrors: whether owners without a mirror get one.
 
     Raises:
@@ -49,10 +52,20 @@ def go_on(
     cuts = keep_dense(plan.holders, [lane.slots for lane in plan.lanes], left, lines)
     if new:
         places = sorted(places + [(replica_of[slot], (slot,)) for slot in new])
-        whole = hold_dense([Lane(0, (slot,), 0) for slot in new], new, lines)
-        cuts = {axis: {**by_slot, **whole[axis]} for axis, by_slot in cuts.items()}
-    if prices is not None:
-        cuts |= _keep_experts(plan, replicas, replica_of, prices, limits)
+        theirs = hold_dense([Lane(0, (slot,), 0) for slot in new], new, lines)
+        cuts = {axis: {**by_slot, **theirs[axis]} for axis, by_slot in cuts.items()}
+    experts = ExpertAxes.of(lines)
+    if experts is not None:
+        intact = frozenset(plan.replicas)
+        damaged = [replica for replica in replicas if replica not in intact]
+        kept = _kept(plan, experts, replica_of)
+        if not damaged:
+            cuts |= kept
+        elif prices is None:
+            cuts |= _share_evenly(experts, kept, damaged, left)
+        else:
+            repaired = repair_cuts(plan.holders, damaged, prices, limits=limits, cut=cut)
+            cuts |= _with(experts, kept, damaged, repaired)
     return assemble(
         replicas=replicas,
         lanes=make_lanes(places, speeds, global_batch_size),
@@ -66,27 +79,43 @@ def go_on(
     )
 
 
-def _keep_experts(
-    plan: Plan,
-    replicas: tuple[tuple[int, ...], ...],
-    replica_of: Mapping[int, int],
-    prices: Prices,
-    limits: Mapping[int, int] | None,
-) -> Cuts:
-    """Experts of the replicas: as before, but for what damaged ones lost."""
-    whole = frozenset(plan.replicas)
-    damaged = [replica for replica in replicas if replica not in whole]
-    repaired = repair_cuts(plan.holders, damaged, prices, limits)
+def _kept(plan: Plan, experts: ExpertAxes, slots: Container[int]) -> Cuts:
+    """What slots hold of the experts; axes that are cut alike share their mapping."""
     known: dict[int, dict[int, Intervals]] = {}
-    cuts: Cuts = {}
-    for layer, axis in enumerate(prices.experts.names):
+    kept: Cuts = {}
+    for axis in experts.names:
         by_slot = plan.holders.by_slot(axis)
         if id(by_slot) not in known:
-            known[id(by_slot)] = {slot: held for slot, held in by_slot.items() if slot in replica_of}
-        cuts[axis] = known[id(by_slot)]
-        if damaged:
-            now = dict(cuts[axis])
-            for slots, dealt in zip(damaged, repaired, strict=True):
-                now |= zip(slots, dealt[layer], strict=True)
-            cuts[axis] = now
+            known[id(by_slot)] = {slot: held for slot, held in by_slot.items() if slot in slots}
+        kept[axis] = known[id(by_slot)]
+    return kept
+
+
+def _share_evenly(
+    experts: ExpertAxes, kept: Cuts, damaged: Sequence[Sequence[int]], speeds_ppm: Mapping[int, int]
+) -> Cuts:
+    """Gives survivors what their replicas lost, as evenly as it goes."""
+    shares = EvenShares(experts.num_experts * experts.units_per_expert, experts.units_per_expert, speeds_ppm)
+    known: dict[tuple[int, int], Mapping[int, Intervals]] = {}
+    cuts: Cuts = {}
+    for layer, axis in enumerate(experts.names):
+        turn = shares.turn(layer)
+        key = (id(kept[axis]), turn)
+        if key not in known:
+            now = dict(kept[axis])
+            for slots in damaged:
+                now |= zip(slots, shares.complete(slots, [now.get(slot, ()) for slot in slots], turn), strict=True)
+            known[key] = now
+        cuts[axis] = known[key]
+    return cuts
+
+
+def _with(experts: ExpertAxes, kept: Cuts, damaged: Sequence[Sequence[int]], repaired: Sequence[Dealt]) -> Cuts:
+    """What everybody holds once damaged replicas are repaired."""
+    cuts: Cuts = {}
+    for layer, axis in enumerate(experts.names):
+        now = dict(kept[axis])
+        for slots, dealt in zip(damaged, repaired, strict=True):
+            now |= zip(slots, dealt[layer], strict=True)
+        cuts[axis] = now
     return cuts

@@ -7,6 +7,7 @@ from hypothesis import strategies as st
 from hypothesis.strategies import DrawFn
 
 from nep.planning.layout import Interval, Layout, Line, LineKind, Lines
+from nep.planning.shapes import ModelShape
 
 Units = dict[tuple[str, int], set[int]]
 """(axis, slot) -> the units it has."""
@@ -77,6 +78,15 @@ def debug_like_lines(
     )
     lines["head.weight"] = vocab("head", num_layers)
     return lines
+
+
+def small_shape(num_experts: int, blocks: int, num_layers: int, top_k: int) -> ModelShape:
+    """A model that is planned in milliseconds; its units are 32 neurons."""
+    return ModelShape(
+        name="small", num_layers=num_layers, hidden_size=64, ffn_hidden_size=32 * blocks, num_experts=num_experts,
+        top_k=min(top_k, num_experts), num_heads=4, num_kv_heads=2, head_dim=16, vocab_size=97, rope_theta=1e4,
+        norm_eps=1e-5, sliding_window=None, tied_embeddings=False, neuron_block=32, max_seq_len=512,
+    )  # fmt: skip
 
 
 def line_list(num_units: dict[str, int]) -> Lines:
