@@ -22,7 +22,7 @@ sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 import numpy as np
 from rich.table import Table
 
-from nep.planning.workload import Workload
+from nep.planning.cost.workload import Workload
 from nep.report.command_line import parse_options
 from nep.report.layouts import rendered
 from nep.report.plan_figures import bytes_text

@@ -16,12 +16,12 @@ from pathlib import Path
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 
 from nep.planning.cluster import Cluster
-from nep.planning.cost_model import StepTime, step_time
-from nep.planning.hardware import HardwareProfile
+from nep.planning.cost.hardware import HardwareProfile
+from nep.planning.cost.profiles import published_profile
+from nep.planning.cost.step_time import StepTime, step_time
+from nep.planning.cost.workload import Workload
 from nep.planning.planner import plan_from_scratch
-from nep.planning.profiles import published_profile
 from nep.planning.shapes import ModelShape, parameter_lines, preset
-from nep.planning.workload import Workload
 
 
 @dataclass(frozen=True, kw_only=True)

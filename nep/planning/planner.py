@@ -1,23 +1,23 @@
 """The planner as training calls it: pure functions from the state of the cluster to the next plan.
 
 The same arguments give the same plan on every slot, bit for bit. Nothing is known here of hardware and router:
-loads count as equal. `nep.planning.search` plans with both.
+loads count as equal. `nep.planning.search.make` plans with both.
 """
 
 from collections.abc import Collection
 from dataclasses import replace
 from typing import get_args
 
-from nep.planning.assembly import ExpertAxes, assemble, hold_experts
 from nep.planning.cluster import Cluster
+from nep.planning.holding.assembly import ExpertAxes, assemble, hold_experts
+from nep.planning.holding.lanes import form_lanes, hold_dense, make_lanes
+from nep.planning.holding.mirrors import place_mirrors
+from nep.planning.holding.replica_cuts import CutsFromScratch, Prices
+from nep.planning.holding.replicas import is_even, replica_choices
+from nep.planning.holding.survivors import go_on
 from nep.planning.intervals import subtract, union
-from nep.planning.lanes import form_lanes, hold_dense, make_lanes
 from nep.planning.layout import Lines, axis_lines
-from nep.planning.mirrors import place_mirrors
 from nep.planning.plan import Plan, Redundancy
-from nep.planning.replica_cuts import CutsFromScratch, Prices
-from nep.planning.replicas import is_even, replica_choices
-from nep.planning.survivors import go_on
 
 
 def plan_from_scratch(

@@ -4,7 +4,7 @@ import json
 from collections.abc import Callable, Sequence
 from pathlib import Path
 
-from nep.planning.request import Planned, PlanRequest
+from nep.planning.search.request import Planned, PlanRequest
 from nep.report.command_line import parse_options
 from nep.report.plan_export import export_plan
 from nep.report.plan_options import PlanOptions, Question, question_of
@@ -50,7 +50,7 @@ def main(arguments: Sequence[str], *, planner: Planner | None = None) -> int:
     _check_files(options)
     question = question_of(options)
     if planner is None:
-        from nep.planning.search import make_plan
+        from nep.planning.search.make import make_plan
 
         planner = make_plan
     answer(options, question, planner(question.request))

@@ -7,13 +7,13 @@ from functools import cached_property
 import numpy as np
 from numpy.typing import NDArray
 
-from nep.planning.cost_model import StepTime, transfer_seconds
+from nep.planning.cost.step_time import StepTime, transfer_seconds
+from nep.planning.cost.workload import Workload
 from nep.planning.layout import Intervals, LineKind, Lines, axis_lines, axis_unit_numel
 from nep.planning.plan import Plan
-from nep.planning.request import Planned, PlanReport, PlanRequest
+from nep.planning.search.request import Planned, PlanReport, PlanRequest
 from nep.planning.shapes import parameter_lines
 from nep.planning.transfer import Transfer
-from nep.planning.workload import Workload
 
 Units = NDArray[np.int64]
 

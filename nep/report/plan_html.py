@@ -10,10 +10,10 @@ from typing import Any
 
 import numpy as np
 
-from nep.planning.cost_model import PARTS
+from nep.planning.cost.step_time import PARTS
 from nep.planning.loads import ExpertLoads
 from nep.planning.plan import Plan
-from nep.planning.request import Planned, PlanRequest
+from nep.planning.search.request import Planned, PlanRequest
 from nep.planning.shapes import parameter_lines
 from nep.report.plan_figures import (
     HeldExperts,

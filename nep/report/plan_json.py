@@ -6,8 +6,8 @@ from typing import Any
 
 import numpy as np
 
-from nep.planning.cost_model import StepTime
-from nep.planning.request import Planned, PlanRequest
+from nep.planning.cost.step_time import StepTime
+from nep.planning.search.request import Planned, PlanRequest
 from nep.planning.shapes import parameter_lines
 from nep.report.plan_figures import held_experts, lost_share, samples_per_s, transfer_figures
 

@@ -9,10 +9,10 @@ from typing import Annotated, Literal
 import tyro
 
 from nep.planning.cluster import Cluster
-from nep.planning.hardware import HardwareProfile
+from nep.planning.cost.hardware import HardwareProfile
+from nep.planning.cost.workload import Workload
 from nep.planning.plan import Redundancy
-from nep.planning.request import Limits, PlanRequest
-from nep.planning.workload import Workload
+from nep.planning.search.request import Limits, PlanRequest
 from nep.report.plan_export import Format
 from nep.report.readers.cluster_file import ClusterFlags, cluster_from_flags, read_cluster
 from nep.report.readers.hardware_file import read_hardware

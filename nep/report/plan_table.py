@@ -5,9 +5,9 @@ from collections.abc import Iterable, Mapping, Sequence
 from rich.table import Table
 
 from nep.planning.cluster import Cluster
-from nep.planning.cost_model import PARTS, StepTime
+from nep.planning.cost.step_time import PARTS, StepTime
 from nep.planning.loads import ExpertLoads
-from nep.planning.request import Alternative, Planned, PlanReport, PlanRequest, SlotFigures
+from nep.planning.search.request import Alternative, Planned, PlanReport, PlanRequest, SlotFigures
 from nep.planning.shapes import parameter_lines
 from nep.report.layouts import experts_text, rendered
 from nep.report.plan_figures import (

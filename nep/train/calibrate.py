@@ -3,7 +3,7 @@
 Everything is timed forward and backward at the sizes of one model, since small products are slower than large
 ones. The fastest of several runs counts, and on a processor with one thread its time on the processor, not on
 the clock: what else the machine does only adds. Nothing of the model is run: its layers are put together
-again by `nep.planning.cost_model`, and ``scripts/check_cost_model.py`` compares the sum with the model itself.
+again by `nep.planning.cost.step_time`, and ``scripts/check_cost_model.py`` compares the sum with the model itself.
 """
 
 from __future__ import annotations
@@ -22,10 +22,10 @@ import torch.nn.functional as F
 
 from nep.moe.backends import choose_backend
 from nep.moe.experts import Experts, expert_slices
-from nep.planning.hardware import HardwareProfile, Link
-from nep.planning.kernel_costs import GROUPED_LAUNCHES, OPTIMIZER_ACCESSES_MIRRORED, PIECE_LAUNCHES, Kernels
+from nep.planning.cost.hardware import HardwareProfile, Link
+from nep.planning.cost.kernels import GROUPED_LAUNCHES, OPTIMIZER_ACCESSES_MIRRORED, PIECE_LAUNCHES, Kernels
+from nep.planning.cost.workload import Workload
 from nep.planning.shapes import ModelShape
-from nep.planning.workload import Workload
 
 # What a kernel library on an accelerator works on at once; see the sources in nep.planning.profiles.
 _TILE_ROWS, _TILE_COLUMNS = 128, 256
@@ -232,7 +232,7 @@ class _Bench:
         return _rate(float(operations[0]), self._seconds(run) - launches * profile.launch_s)
 
     def _attention(self) -> float:
-        """Operations per second of causal attention, counted as in `nep.planning.kernel_costs`."""
+        """Operations per second of causal attention, counted as in `nep.planning.cost.kernels`."""
         batch, c = self.tokens // self.seq_len, self.shape.head_dim
         heads = (self.shape.num_heads, self.shape.num_kv_heads, self.shape.num_kv_heads)
         q, k, v = (self._random(batch, count, self.seq_len, c) for count in heads)

@@ -11,7 +11,7 @@ from typing import Annotated, Literal
 
 import tyro
 
-from nep.planning.hardware import HardwareProfile
+from nep.planning.cost.hardware import HardwareProfile
 from nep.report.command_line import parse_options
 from nep.report.plan_figures import bytes_text
 from nep.report.readers.files import write_text

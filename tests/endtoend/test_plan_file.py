@@ -9,12 +9,12 @@ import numpy as np
 import pytest
 
 from nep.planning.cluster import Cluster, Slot
+from nep.planning.cost.profiles import PROFILES
+from nep.planning.cost.workload import Workload
 from nep.planning.loads import ExpertLoads
-from nep.planning.profiles import PROFILES
-from nep.planning.request import Limits, PlanRequest
-from nep.planning.search import make_plan
+from nep.planning.search.make import make_plan
+from nep.planning.search.request import Limits, PlanRequest
 from nep.planning.shapes import preset
-from nep.planning.workload import Workload
 from tests.endtoend.conftest import BATCH, SEQ_LEN, SmallJob
 
 

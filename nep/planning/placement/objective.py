@@ -5,7 +5,7 @@ from dataclasses import dataclass
 import numpy as np
 from numpy.typing import ArrayLike
 
-from nep.planning.costs import PlacementCost
+from nep.planning.cost.placement_cost import PlacementCost
 from nep.planning.loads import ExpertLoads
 from nep.planning.placement.problem import Cut, Floats, Problem
 from nep.planning.placement.problem import slot_seconds as _slot_seconds

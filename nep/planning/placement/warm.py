@@ -5,7 +5,7 @@ from dataclasses import dataclass
 import numpy as np
 from numpy.typing import ArrayLike
 
-from nep.planning.costs import PlacementCost
+from nep.planning.cost.placement_cost import PlacementCost
 from nep.planning.loads import ExpertLoads
 from nep.planning.placement.bounds import Bound, lower_bound
 from nep.planning.placement.descent import descend

@@ -3,8 +3,8 @@
 import re
 from pathlib import Path
 
-from nep.planning.hardware import HardwareProfile
-from nep.planning.profiles import PROFILES
+from nep.planning.cost.hardware import HardwareProfile
+from nep.planning.cost.profiles import PROFILES
 from nep.report.readers.files import read_text
 
 

@@ -7,17 +7,17 @@ from dataclasses import asdict, dataclass, replace
 import numpy as np
 from numpy.typing import NDArray
 
-from nep.planning.assembly import ExpertAxes, assemble, hold_experts
 from nep.planning.cluster import Cluster, Slot
-from nep.planning.cost_model import StepTime, step_time
-from nep.planning.dealing import deal_cut
-from nep.planning.hardware import HardwareProfile
-from nep.planning.lanes import hold_dense, make_lanes
+from nep.planning.copies.quotas import QuotaSolver
+from nep.planning.cost.hardware import HardwareProfile
+from nep.planning.cost.step_time import StepTime, step_time
+from nep.planning.cost.workload import Workload
+from nep.planning.holding.assembly import ExpertAxes, assemble, hold_experts
+from nep.planning.holding.dealing import deal_cut
+from nep.planning.holding.lanes import hold_dense, make_lanes
 from nep.planning.loads import ExpertLoads
 from nep.planning.plan import Plan
-from nep.planning.quotas import QuotaSolver
 from nep.planning.shapes import ModelShape, parameter_lines
-from nep.planning.workload import Workload
 from nep.testing.planner_bench.cases import Case, Counts
 from nep.testing.planner_bench.planners import Placed, Planner, without_last
 

@@ -9,16 +9,16 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from nep.planning.copies import SlotLimits
-from nep.planning.cost_model import placement_cost
-from nep.planning.costs import PlacementCost
-from nep.planning.hardware import HardwareProfile
+from nep.planning.copies.place import SlotLimits
+from nep.planning.copies.warm import adapt_copies, plan_copies, repair_copies
+from nep.planning.cost.hardware import HardwareProfile
+from nep.planning.cost.placement_cost import PlacementCost
+from nep.planning.cost.step_time import placement_cost
+from nep.planning.cost.workload import Workload
 from nep.planning.loads import ExpertLoads
 from nep.planning.placement.place import place
 from nep.planning.placement.repair import repair
 from nep.planning.placement.warm import warm
-from nep.planning.warm_start import adapt_copies, plan_copies, repair_copies
-from nep.planning.workload import Workload
 from nep.testing.planner_bench.cases import Case
 
 Units = NDArray[np.int64]

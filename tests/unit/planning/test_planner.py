@@ -8,13 +8,13 @@ from hypothesis import assume, given
 from hypothesis import strategies as st
 
 from nep.planning.cluster import Cluster, Slot
-from nep.planning.dealing import Integers, count_cut
+from nep.planning.holding.dealing import Integers, count_cut
+from nep.planning.holding.replica_cuts import UNKNOWN_COST
 from nep.planning.layout import Layout, LineKind, Lines, axis_lines, axis_unit_numel, normalize
 from nep.planning.loads import ExpertLoads
 from nep.planning.placement.objective import layer_seconds
 from nep.planning.plan import Lane, Plan
 from nep.planning.planner import lost_intervals, plan_after_failure, plan_from_scratch, plan_mirrors
-from nep.planning.replica_cuts import UNKNOWN_COST
 from nep.planning.validation import check_plan
 from tests.unit.planning.strategies import debug_like_lines, layouts, line_list, slots_with, units_of
 

@@ -5,16 +5,16 @@ import dataclasses
 import numpy as np
 
 from nep.planning.cluster import Cluster
-from nep.planning.cost_model import step_time
+from nep.planning.cost.memory import step_memory
+from nep.planning.cost.profiles import PROFILES
+from nep.planning.cost.step_time import step_time
+from nep.planning.cost.workload import Workload
 from nep.planning.layout import Layout
 from nep.planning.loads import ExpertLoads
-from nep.planning.memory_model import step_memory
 from nep.planning.plan import Lane, Plan
-from nep.planning.profiles import PROFILES
-from nep.planning.request import Alternative, Planned, PlanReport, PlanRequest, SlotFigures
+from nep.planning.search.request import Alternative, Planned, PlanReport, PlanRequest, SlotFigures
 from nep.planning.shapes import ModelShape, parameter_lines, preset
 from nep.planning.transfer import fetch, overlaps
-from nep.planning.workload import Workload
 
 WORKLOAD = Workload(global_batch_size=8, micro_batch_size=1, seq_len=128)
 

@@ -9,13 +9,13 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from nep.planning.cluster import Cluster, Slot
+from nep.planning.cost.profiles import PROFILES
+from nep.planning.cost.workload import Workload
 from nep.planning.loads import ExpertLoads
 from nep.planning.plan import Plan
-from nep.planning.profiles import PROFILES
-from nep.planning.request import Limits, Planned, PlanRequest
-from nep.planning.search import make_plan
+from nep.planning.search.make import make_plan
+from nep.planning.search.request import Limits, Planned, PlanRequest
 from nep.planning.shapes import preset
-from nep.planning.workload import Workload
 from nep.report.plan_export import FORMATS, export_plan
 from nep.report.plan_html import plan_page
 from nep.report.plan_json import plan_object

@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 
-from nep.planning.request import Planned, PlanRequest
+from nep.planning.search.request import Planned, PlanRequest
 from nep.report.plan_command import EPILOG, EXAMPLES, main
 from nep.report.readers.plan_file import read_plan
 from tests.unit.report.planned import planned_of, whole_plan, with_slices

@@ -6,9 +6,9 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from nep.planning.cluster import Cluster
+from nep.planning.cost.replica_time import expert_units
 from nep.planning.layout import Layout, axis_unit_numel
 from nep.planning.planner import plan_after_failure, plan_from_scratch
-from nep.planning.replica_time import expert_units
 from nep.planning.shapes import parameter_lines, preset
 from nep.planning.transfer import Piece, Transfer
 from nep.report.plan_figures import (

@@ -10,7 +10,7 @@ import numpy as np
 from nep.planning.cluster import Cluster
 from nep.planning.plan import Plan
 from nep.planning.planner import plan_after_failure, plan_from_scratch
-from nep.planning.request import Planned, PlanRequest
+from nep.planning.search.request import Planned, PlanRequest
 from nep.planning.shapes import ModelShape, parameter_lines, preset
 from nep.report.plan_figures import held_experts
 from nep.report.plan_html import MAX_SLOTS, plan_page

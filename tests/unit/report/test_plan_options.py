@@ -8,10 +8,10 @@ import numpy as np
 import pytest
 
 from nep.planning.cluster import Cluster
+from nep.planning.cost.profiles import PROFILES
 from nep.planning.plan import Plan
 from nep.planning.planner import plan_from_scratch
-from nep.planning.profiles import PROFILES
-from nep.planning.request import Limits, PlanRequest
+from nep.planning.search.request import Limits, PlanRequest
 from nep.planning.shapes import parameter_lines, preset
 from nep.report.command_line import parse_options
 from nep.report.plan_options import PlanOptions, question_of

@@ -6,7 +6,7 @@ import pytest
 
 from nep.planning.cluster import Cluster
 from nep.planning.planner import plan_after_failure, plan_from_scratch
-from nep.planning.request import PlanRequest
+from nep.planning.search.request import PlanRequest
 from nep.planning.shapes import parameter_lines, preset
 from nep.report.plan_table import cluster_text, loads_text, plan_text
 from nep.report.readers.cluster_file import ClusterFlags, cluster_from_flags

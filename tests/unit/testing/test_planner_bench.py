@@ -7,9 +7,9 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from nep.planning.profiles import PROFILES
+from nep.planning.cost.profiles import PROFILES
+from nep.planning.cost.workload import Workload
 from nep.planning.shapes import preset
-from nep.planning.workload import Workload
 from nep.report.readers.model_file import model_from_config
 from nep.testing.planner_bench.cases import Case, deepseek_v3, olmoe, real_cases, synthetic_cases, synthetic_windows
 from nep.testing.planner_bench.measures import Measured, measure

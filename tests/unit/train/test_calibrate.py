@@ -9,11 +9,11 @@ import pytest
 import torch
 
 from nep.planning.cluster import Cluster
-from nep.planning.cost_model import step_time
-from nep.planning.hardware import HardwareProfile, Link
+from nep.planning.cost.hardware import HardwareProfile, Link
+from nep.planning.cost.step_time import step_time
+from nep.planning.cost.workload import Workload
 from nep.planning.planner import plan_from_scratch
 from nep.planning.shapes import parameter_lines, preset
-from nep.planning.workload import Workload
 from nep.train import calibrate as module
 from nep.train.calibrate import calibrate
 

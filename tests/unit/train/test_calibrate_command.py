@@ -6,8 +6,8 @@ from pathlib import Path
 import pytest
 import torch
 
-from nep.planning.hardware import HardwareProfile
-from nep.planning.profiles import PROFILES
+from nep.planning.cost.hardware import HardwareProfile
+from nep.planning.cost.profiles import PROFILES
 from nep.report.readers.hardware_file import read_hardware
 from nep.train.calibrate_command import main, profile_text
 

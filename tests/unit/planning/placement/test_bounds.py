@@ -5,7 +5,7 @@ import numpy as np
 import pytest
 from hypothesis import given, settings
 
-from nep.planning.costs import PlacementCost
+from nep.planning.cost.placement_cost import PlacementCost
 from nep.planning.loads import ExpertLoads
 from nep.planning.placement.bounds import BINDING_WORDS, binding_counts, lower_bound, pieces_needed
 from nep.planning.placement.objective import layer_seconds

@@ -2,7 +2,7 @@ import numpy as np
 from hypothesis import given
 from hypothesis import strategies as st
 
-from nep.planning.costs import PlacementCost
+from nep.planning.cost.placement_cost import PlacementCost
 from nep.planning.loads import ExpertLoads
 from nep.planning.placement.descent import descend
 from nep.planning.placement.moves import Rules

@@ -5,7 +5,7 @@ import pytest
 from hypothesis import assume, given, settings
 from hypothesis import strategies as st
 
-from nep.planning.costs import PlacementCost
+from nep.planning.cost.placement_cost import PlacementCost
 from nep.planning.loads import ExpertLoads
 from nep.planning.placement.place import place
 from nep.planning.placement.repair import repair

@@ -3,7 +3,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from nep.planning.costs import PlacementCost
+from nep.planning.cost.placement_cost import PlacementCost
 from nep.planning.loads import ExpertLoads
 from nep.planning.placement.objective import layer_seconds
 from nep.planning.placement.place import place

@@ -5,8 +5,8 @@ from pathlib import Path
 import pytest
 
 from nep.planning.cluster import Cluster
+from nep.planning.cost.profiles import PROFILES
 from nep.planning.planner import plan_from_scratch
-from nep.planning.profiles import PROFILES
 from nep.planning.shapes import parameter_lines, preset
 from nep.report.readers.files import check_version, read_json, write_text
 from nep.report.readers.hardware_file import read_hardware

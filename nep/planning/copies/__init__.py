@@ -1,0 +1,1 @@
+"""Copies of whole experts and the quotas that share tokens over them."""
