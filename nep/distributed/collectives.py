@@ -23,23 +23,28 @@ def all_gather_bytes(
         on_sent: called once after the message is on its way (failure injection).
     """
     flat = torch.frombuffer(bytearray(blob), dtype=torch.uint8)
-    return [row.numpy().tobytes() for row in _gather(communicator, flat, waiter, what, on_sent)]
+    return [row.numpy().tobytes() for row in all_gather(communicator, flat, waiter, what, on_sent)]
 
 
 def sum_exact(communicator: Communicator, values: torch.Tensor, waiter: Waiter, what: str) -> torch.Tensor:
     """Element-wise sum of an integer tensor over all members. Every member calls it."""
     if values.dtype.is_floating_point:
         raise ValueError(f"sum_exact takes integers, not {values.dtype}")
-    return torch.stack(_gather(communicator, values.reshape(-1), waiter, what)).sum(0).reshape(values.shape)
+    return torch.stack(all_gather(communicator, values.reshape(-1), waiter, what)).sum(0).reshape(values.shape)
 
 
-def _gather(
+def all_gather(
     communicator: Communicator,
     flat: torch.Tensor,
     waiter: Waiter,
     what: str,
     on_sent: Callable[[], None] | None = None,
 ) -> list[torch.Tensor]:
+    """Every member's one-dimensional `flat` (all of one size), in rank order. Every member calls it.
+
+    Args:
+        on_sent: called once after the message is on its way (failure injection).
+    """
     if communicator.size == 1:
         if on_sent is not None:
             on_sent()

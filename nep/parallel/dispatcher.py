@@ -6,34 +6,21 @@ s rows sent (pairs of token and destination), r rows received.
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
 import torch
 
+from nep.distributed.collectives import all_gather
 from nep.distributed.groups import Communicator
 from nep.distributed.waiting import Waiter
 from nep.moe.dispatcher import Dispatched, Routing
+from nep.moe.permutation import num_tokens_per_expert
+from nep.parallel.copies import CopyChooser, held_units
 from nep.planning.layout import Interval
 
 Probe = Callable[[str], None]
-
-
-def holders_of_experts(
-    cuts: dict[int, tuple[Interval, ...]], slots: tuple[int, ...], units_per_expert: int, num_experts: int
-) -> torch.Tensor:
-    """Which slot holds any slice of which expert: bool [num_experts, n].
-
-    Args:
-        cuts: the intervals of each slot on the layer's expert line.
-        slots: members of the dispatch group, in rank order.
-    """
-    holds_en = torch.zeros(num_experts, len(slots), dtype=torch.bool)
-    for rank, slot in enumerate(slots):
-        for lo, hi in cuts.get(slot, ()):
-            holds_en[lo // units_per_expert : (hi - 1) // units_per_expert + 1, rank] = True
-    return holds_en
 
 
 @dataclass(frozen=True)
@@ -52,24 +39,47 @@ class AllToAllDispatcher:
     Args:
         communicator: the slots of the replica.
         waiter: how to wait.
-        holds_en: see `holders_of_experts`.
+        cuts: the intervals of each slot on the layer's expert line.
+        units_per_expert: units of one expert on the line.
+        num_experts: of the layer.
+        speeds_ppm: relative speed of each slot: how copies of an expert share its tokens.
         probe: called with "dispatch" while a message is on its way (failure injection).
     """
 
-    def __init__(self, communicator: Communicator, waiter: Waiter, holds_en: torch.Tensor, probe: Probe):
+    def __init__(
+        self,
+        communicator: Communicator,
+        waiter: Waiter,
+        *,
+        cuts: Mapping[int, Sequence[Interval]],
+        units_per_expert: int,
+        num_experts: int,
+        speeds_ppm: Mapping[int, int],
+        probe: Probe,
+    ):
         self._wire = _Wire(communicator, waiter, probe)
-        self._holds_en = holds_en
+        units_en = held_units(cuts, communicator.slots, units_per_expert, num_experts)
+        self._holds_en = torch.from_numpy(units_en > 0)
+        speeds = [speeds_ppm[slot] for slot in communicator.slots]
+        copies = CopyChooser(units_en, units_per_expert, speeds)
+        self._copies = copies if copies.any else None
 
     def dispatch(self, x_td: torch.Tensor, routing: Routing) -> Dispatched:
-        """Send each token, with its expert ids and weights, to every slot that holds a slice of its experts."""
-        wanted_nt = self._holds_en[routing.expert_ids_tk].any(1).T
-        destination_s, token_of_row_s = wanted_nt.nonzero(as_tuple=True)
-        send_counts = torch.bincount(destination_s, minlength=wanted_nt.shape[0])
+        """Send each token, with its expert ids and weights, to every slot that computes a slice of its experts."""
+        ids_tk = routing.expert_ids_tk
+        wanted_tkn = self._holds_en[ids_tk]
+        if self._copies is not None:
+            counts_ne = self._wire.gather(num_tokens_per_expert(ids_tk, len(self._holds_en)))
+            self._copies.narrow(wanted_tkn, ids_tk, counts_ne, self._wire.rank)
+        destination_s, token_of_row_s = wanted_tkn.any(1).T.nonzero(as_tuple=True)
+        send_counts = torch.bincount(destination_s, minlength=wanted_tkn.shape[2])
         receive_counts = self._wire.counts(send_counts)
         handle = _Handle(token_of_row_s, send_counts.tolist(), receive_counts, x_td.shape[0])
-        rows_rd, weights_rk, ids_rk = _SendRows.apply(
-            x_td, routing.weights_tk, routing.expert_ids_tk, handle, self._wire
-        )
+        ids_sk = ids_tk[token_of_row_s]
+        if self._copies is not None:
+            # Another copy computes the rest.
+            ids_sk = ids_sk.masked_fill(~wanted_tkn[token_of_row_s, :, destination_s], -1)
+        rows_rd, weights_rk, ids_rk = _SendRows.apply(x_td, routing.weights_tk, ids_sk, handle, self._wire)
         return Dispatched(rows_rd=rows_rd, expert_ids_rk=ids_rk, weights_rk=weights_rk, handle=handle)
 
     def combine(self, dispatched: Dispatched, y_rd: torch.Tensor) -> torch.Tensor:
@@ -84,6 +94,14 @@ class _Wire:
         self._communicator = communicator
         self._waiter = waiter
         self._probe = probe
+
+    @property
+    def rank(self) -> int:
+        return self._communicator.rank
+
+    def gather(self, counts_e: torch.Tensor) -> torch.Tensor:
+        """Everybody's counts, [n, e]."""
+        return torch.stack(all_gather(self._communicator, counts_e, self._waiter, "the expert counts of a dispatch"))
 
     def counts(self, send_counts: torch.Tensor) -> list[int]:
         received = torch.empty_like(send_counts)
@@ -127,14 +145,14 @@ class _SendRows(torch.autograd.Function):
         ctx: Any,
         x_td: torch.Tensor,
         weights_tk: torch.Tensor,
-        ids_tk: torch.Tensor,
+        ids_sk: torch.Tensor,
         handle: _Handle,
         wire: _Wire,
     ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
         ctx.handle, ctx.wire = handle, wire
         index = handle.token_of_row_s
         rows_rd, weights_rk, ids_rk = wire.exchange(
-            [x_td[index], weights_tk[index], ids_tk[index].to(torch.int32)],
+            [x_td[index], weights_tk[index], ids_sk.to(torch.int32)],
             handle.send_counts,
             handle.receive_counts,
             "dispatched tokens",

@@ -12,7 +12,7 @@ from nep.distributed.groups import Groups
 from nep.distributed.waiting import Waiter
 from nep.moe.experts import expert_slices
 from nep.moe.layer import MoE
-from nep.parallel.dispatcher import AllToAllDispatcher, holders_of_experts
+from nep.parallel.dispatcher import AllToAllDispatcher
 from nep.parallel.grad_sync import GradSync
 from nep.parallel.state import SlotState
 from nep.parallel.tensor_parallel import SlotLane, VocabularyParallelLoss, local_rows
@@ -66,8 +66,15 @@ def parallelize(
         layer.experts.replace(slices, layer.experts.w13.detach(), layer.experts.w2.detach())
         if groups.dispatch.size > 1:
             cuts = {slot: holders.intervals(axis, slot) for slot in groups.dispatch.slots}
-            holds_en = holders_of_experts(cuts, groups.dispatch.slots, units_per_expert, layer.router.num_experts)
-            layer.dispatcher = AllToAllDispatcher(groups.dispatch, waiter, holds_en, probe)
+            layer.dispatcher = AllToAllDispatcher(
+                groups.dispatch,
+                waiter,
+                cuts=cuts,
+                units_per_expert=units_per_expert,
+                num_experts=layer.router.num_experts,
+                speeds_ppm=dict(zip(state.plan.slots, state.plan.speeds_ppm, strict=True)),
+                probe=probe,
+            )
 
     if groups.lane.size > 1:
         _share_lane(model, lines, state, SlotLane(groups.lane, waiter))

@@ -79,7 +79,7 @@ def check_runnable(plan: Plan, lines: Lines, *, num_slots: int, global_batch_siz
 
 
 def _form_errors(plan: Plan, lines: Lines) -> list[str]:
-    """What the layer cannot compute with: copies, lanes without a part, another order of storage."""
+    """What the layer cannot compute with: torn copies, lanes without a part, another order of storage."""
     errors: list[str] = []
     for axis, line in axis_lines(lines).items():
         held = plan.holders.by_slot(axis)
@@ -123,8 +123,25 @@ def _group_error(line: Line, held: Sequence[Intervals]) -> str | None:
     if normalize(everything) != whole:
         return f"must hold all {line.num_units} units"
     # A KV head is held by everybody who has one of its query heads.
-    if line.kind is not LineKind.KV_HEADS and count_units(everything) != line.num_units:
-        return "must hold each unit once; training knows no expert copies and no other doubles; it holds some twice"
+    if line.kind is LineKind.KV_HEADS or count_units(everything) == line.num_units:
+        return None
+    if line.units_per_expert is None:
+        return "must hold each unit once; only experts have copies; it holds some twice"
+    expert = _torn_copy(held, line.units_per_expert)
+    return None if expert is None else f"must hold each copy of an expert on one slot, whole; expert {expert} is not"
+
+
+def _torn_copy(held: Sequence[Intervals], units_per_expert: int) -> int | None:
+    """An expert of which some units are held several times, though not every slot with a part has all of it."""
+    everything = sorted(interval for intervals in held for interval in intervals)
+    end = 0
+    for lo, hi in everything:
+        held_twice = range(lo // units_per_expert, -(-min(hi, end) // units_per_expert)) if lo < end else ()
+        for expert in held_twice:
+            whole = ((expert * units_per_expert, (expert + 1) * units_per_expert),)
+            if any(intersect(whole, normalize(intervals)) not in ((), whole) for intervals in held):
+                return expert
+        end = max(end, hi)
     return None
 
 

@@ -18,7 +18,7 @@ from nep.planning.shapes import preset
 from tests.endtoend.conftest import BATCH, SEQ_LEN, SmallJob
 
 
-def _request(speeds: tuple[float, ...], num_replicas: int, max_tp: int) -> PlanRequest:
+def _request(speeds: tuple[float, ...], num_replicas: int, limits: Limits) -> PlanRequest:
     """Uneven loads and speeds on one node, so that nothing comes out even."""
     shape = preset("debug")
     loads = np.random.default_rng(5).gamma(1.0, size=(shape.num_moe_layers, shape.num_experts))
@@ -30,21 +30,23 @@ def _request(speeds: tuple[float, ...], num_replicas: int, max_tp: int) -> PlanR
         hardware=PROFILES["h100-sxm"],
         loads=ExpertLoads(mean=loads),
         num_replicas=num_replicas,
-        limits=Limits(max_tp=max_tp),
+        limits=limits,
     )
 
 
 @pytest.mark.parametrize(
-    ("speeds", "num_replicas", "max_tp", "failure"),
+    ("speeds", "num_replicas", "limits", "failure"),
     [
-        ((1, 0.5, 1, 0.7, 1), 2, 1, "1@3:kill@backward"),
-        ((1, 1, 0.6, 1), 1, 2, "2@4:kill@apply"),
+        ((1, 0.5, 1, 0.7, 1), 2, Limits(), "1@3:kill@backward"),
+        ((1, 1, 0.6, 1), 1, Limits(max_tp=2), "2@4:kill@apply"),
+        ((1, 0.7, 1, 1), 1, Limits(physical_experts=12, fractions=False), "1@3:kill@dispatch"),
     ],
+    ids=["unequal speeds", "lanes", "expert copies"],
 )
 def test_an_uneven_plan_trains_like_the_reference_and_survives_a_kill(
-    small_job: SmallJob, tmp_path: Path, speeds: tuple[float, ...], num_replicas: int, max_tp: int, failure: str
+    small_job: SmallJob, tmp_path: Path, speeds: tuple[float, ...], num_replicas: int, limits: Limits, failure: str
 ) -> None:
-    plan = make_plan(_request(speeds, num_replicas, max_tp)).plan
+    plan = make_plan(_request(speeds, num_replicas, limits)).plan
     plan = replace(plan, number=7)  # as if it had grown out of others
     file = tmp_path / "plan.json"
     file.write_text(plan.canonical_json())

@@ -3,18 +3,15 @@
 from __future__ import annotations
 
 import dataclasses
-import itertools
-from collections.abc import Sequence
 
 import pytest
 import torch
 
 from nep.moe.aux_losses import AuxLosses
-from nep.planning.layout import Layout, Line, LineKind, Lines, arrange, axis_lines, normalize
-from nep.planning.plan import Lane, Plan
 from nep.planning.shapes import ModelShape, parameter_lines
 from nep.testing.reference import reference_gradients
 from nep.testing.threads import run_slots
+from tests.multirank.plans import Lanes, lane_plan
 from tests.multirank.steps import (
     BATCH,
     SHAPE,
@@ -25,80 +22,6 @@ from tests.multirank.steps import (
     step_sums,
     whole_model,
 )
-
-Lanes = Sequence[Sequence[Sequence[int]]]  # replica -> lane -> slots
-
-
-def runs(units: Sequence[int]) -> tuple[tuple[int, int], ...]:
-    return normalize((unit, unit + 1) for unit in units)
-
-
-def cut_unevenly(num_units: int, parts: int) -> list[list[int]]:
-    """Contiguous parts, the earlier ones larger; some may be empty."""
-    bounds = [round(num_units * (index / parts) ** 1.5) for index in range(parts + 1)]
-    return [list(range(lo, hi)) for lo, hi in itertools.pairwise(bounds)][::-1]
-
-
-def lane_plan(lanes: Lanes, shape: ModelShape, shares: Sequence[int]) -> Plan:
-    """A plan made without the planner, unit by unit."""
-    lines = parameter_lines(shape)
-    group = shape.num_heads // shape.num_kv_heads
-    held: dict[str, dict[int, tuple[tuple[int, int], ...]]] = {}
-    for axis, line in axis_lines(lines).items():
-        held[axis] = {}
-        for replica in lanes:
-            everyone = [slot for lane in replica for slot in lane]
-            if line.kind is LineKind.EXPERTS:
-                for slot, units in zip(everyone, cut_unevenly(line.num_units, len(everyone)), strict=True):
-                    held[axis][slot] = arrange(runs(units), line.units_per_expert)
-                continue
-            for lane in replica:
-                for slot, units in hold_in_lane(line, lane, shape.num_heads, group).items():
-                    held[axis][slot] = runs(units)
-    slots = sorted(slot for replica in lanes for lane in replica for slot in lane)
-    owners, mirrors = own(held, lines, slots)
-    flat = [(index, lane) for index, replica in enumerate(lanes) for lane in replica]
-    return Plan(
-        number=1,
-        slots=tuple(slots),
-        replicas=tuple(tuple(sorted(slot for lane in replica for slot in lane)) for replica in lanes),
-        lanes=tuple(Lane(index, tuple(lane), share) for (index, lane), share in zip(flat, shares, strict=True)),
-        holders=Layout(held),
-        owners=owners,
-        mirrors=mirrors,
-        redundancy="device",
-        speeds_ppm=(1_000_000,) * len(slots),
-    )
-
-
-def hold_in_lane(line: Line, lane: Sequence[int], num_heads: int, group: int) -> dict[int, list[int]]:
-    if line.kind is LineKind.WHOLE:
-        return {slot: [0] for slot in lane}
-    if line.kind is LineKind.VOCAB:
-        return dict(zip(lane, cut_unevenly(line.num_units, len(lane)), strict=True))
-    heads = cut_unevenly(num_heads, len(lane))
-    if line.kind is LineKind.KV_HEADS:
-        heads = [sorted({head // group for head in part}) for part in heads]
-    return dict(zip(lane, heads, strict=True))
-
-
-def own(held: dict, lines: Lines, slots: Sequence[int]) -> tuple[Layout, Layout]:
-    """Owners in turn among a unit's holders; the next slot mirrors."""
-    owned: dict[str, dict[int, list[int]]] = {}
-    mirrored: dict[str, dict[int, list[int]]] = {}
-    for axis, line in axis_lines(lines).items():
-        owned[axis], mirrored[axis] = {}, {}
-        for unit in range(line.num_units):
-            holders = [slot for slot in slots if any(lo <= unit < hi for lo, hi in held[axis].get(slot, ()))]
-            owner = holders[unit % len(holders)]
-            owned[axis].setdefault(owner, []).append(unit)
-            mirror = slots[(slots.index(owner) + 1) % len(slots)]
-            mirrored[axis].setdefault(mirror, []).append(unit)
-    return tuple(
-        Layout({axis: {slot: runs(units) for slot, units in by_slot.items()} for axis, by_slot in part.items()})
-        for part in (owned, mirrored)
-    )
-
 
 WIDE = dataclasses.replace(SHAPE, num_heads=10, num_kv_heads=5)
 TOPOLOGIES: list[tuple[str, Lanes, list[int], ModelShape]] = [

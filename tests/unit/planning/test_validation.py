@@ -43,8 +43,8 @@ def test_slots_and_batch_must_be_those_of_the_job() -> None:
     ("break_it", "message"),
     [
         (
-            lambda plan: _held(plan, EXPERTS, 0, (0, 16)),
-            r"replica 0 \(slots \[0, 1\]\) must hold each unit once; training knows no expert copies",
+            lambda plan: _held(plan, EXPERTS, 0, (0, 9)),
+            r"replica 0 \(slots \[0, 1\]\) must hold each copy of an expert on one slot, whole; expert 2 is not",
         ),
         (
             lambda plan: _held(plan, EXPERTS, 0, (4, 8), (0, 4)),
