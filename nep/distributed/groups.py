@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from datetime import timedelta
 from typing import Any
 
@@ -173,73 +173,110 @@ class Groups:
         return all(communicator.quiet for communicator in self.all)
 
 
-def build_groups(
-    *,
-    generation: int,
-    slot: int,
-    slots: Sequence[int],
-    replica: Sequence[int],
-    lane: Sequence[int],
-    store: dist.Store,
-    device: Any,
-    waiter: Waiter,
-    group_timeout_s: float,
-    rebuild_timeout_s: float,
-    finished: Callable[[], None] | None = None,
-    trace: Callable[[str, str], None] | None = None,
-) -> Groups:
-    """Build every communicator of a generation, able to give up while another member is missing.
+@dataclass(frozen=True, kw_only=True)
+class Rendezvous:
+    """How the members of a generation find each other.
 
-    Collective: all `slots` call it, in any order.
-
-    Args:
-        slots, replica, lane: members of the job, of this slot's replica and of its lane.
-        store: on a connection that nobody else uses until this returns or, if it raises, until the builder
+    Attributes:
+        generation: which membership.
+        slot: this slot.
+        store: on a connection that nobody else uses until building has returned or, if it raises, until the builder
             has ended (`finished` is called then).
         device: see `create_device`.
         waiter: gives up when this generation has a fault.
+        group_timeout_s: the groups' own time-out.
+        rebuild_timeout_s: how long to wait for the others.
         finished: called once `store` is idle again, from another thread.
-
-    Raises:
-        Fault: a member did not come in `rebuild_timeout_s`, or the generation has a fault.
+        trace: see `Communicator`.
     """
-    builder = WaitingThread(f"build-groups-{generation}")
-    built: list[Communicator] = []
 
-    def build(name: str, members: Sequence[int]) -> Communicator:
-        if len(members) == 1:
-            return Communicator(name, None, members, slot, trace)
+    generation: int
+    slot: int
+    store: dist.Store
+    device: Any
+    waiter: Waiter
+    group_timeout_s: float
+    rebuild_timeout_s: float
+    finished: Callable[[], None] | None = None
+    trace: Callable[[str, str], None] | None = None
 
+    def meet(self, prefix: str, members: Mapping[str, Sequence[int]]) -> list[Communicator]:
+        """Build communicators, one after the other, able to give up while another member is missing.
+
+        Args:
+            prefix: of the keys in the store; unique to this meeting.
+            members: name -> slots.
+
+        Raises:
+            Fault: a member did not come in `rebuild_timeout_s`, or the generation has a fault.
+        """
+        builder = WaitingThread(f"build-groups-{self.generation}")
+        built: list[Communicator] = []
+        try:
+            for name, slots in members.items():
+                group = self._group(builder, prefix, name, slots) if len(slots) > 1 else None
+                built.append(Communicator(name, group, slots, self.slot, self.trace))
+            return built
+        except BaseException:
+            for communicator in built:
+                communicator.close()
+            raise
+        finally:
+            if self.finished is not None:
+                builder.submit([self.finished])
+            builder.close()
+
+    def _group(self, builder: WaitingThread, prefix: str, name: str, slots: Sequence[int]) -> dist.ProcessGroup:
         def create() -> dist.ProcessGroup:
             return create_process_group(
-                dist.PrefixStore(f"group/{generation}/{name}", store),
-                rank=list(members).index(slot),
-                size=len(members),
-                timeout_s=group_timeout_s,
-                device=device,
+                dist.PrefixStore(f"{prefix}/{name}", self.store),
+                rank=list(slots).index(self.slot),
+                size=len(slots),
+                timeout_s=self.group_timeout_s,
+                device=self.device,
             )
 
         pending = builder.submit([create])
-        waiter.wait(pending, f"process group {name} of generation {generation}", rebuild_timeout_s)
-        built.append(Communicator(name, pending.value, members, slot, trace))
-        return built[-1]
+        what = f"process group {name} of generation {self.generation}"
+        self.waiter.wait(pending, what, self.rebuild_timeout_s)
+        return pending.value
 
-    try:
-        return Groups(
-            generation=generation,
-            transfer=build("transfer", slots),
-            vote=build("vote", slots),
-            dispatch=build(f"dispatch-{min(replica)}", replica),
-            lane=build(f"lane-{min(lane)}", lane),
-        )
-    except BaseException:
-        for communicator in built:
-            communicator.close()
-        raise
-    finally:
-        if finished is not None:
-            builder.submit([finished])
-        builder.close()
+
+def build_groups(
+    rendezvous: Rendezvous, *, slots: Sequence[int], replica: Sequence[int], lane: Sequence[int]
+) -> Groups:
+    """Build every communicator of a generation. Collective: all `slots` call it, in any order.
+
+    Args:
+        slots, replica, lane: members of the job, of this slot's replica and of its lane.
+
+    Raises:
+        Fault: see `Rendezvous.meet`.
+    """
+    members = {"transfer": slots, "vote": slots, **_roles(replica, lane)}
+    transfer, vote, dispatch, own_lane = rendezvous.meet(f"group/{rendezvous.generation}", members)
+    return Groups(generation=rendezvous.generation, transfer=transfer, vote=vote, dispatch=dispatch, lane=own_lane)
+
+
+def regroup(
+    rendezvous: Rendezvous, groups: Groups, *, layout: int, replica: Sequence[int], lane: Sequence[int]
+) -> Groups:
+    """The same generation with other replicas and lanes; `groups` stays as it is. Collective: all members call it.
+
+    Args:
+        layout: number of the layout that they are for.
+        replica, lane: members of this slot's replica and of its lane.
+
+    Raises:
+        Fault: see `Rendezvous.meet`.
+    """
+    prefix = f"group/{rendezvous.generation}/layout-{layout}"
+    dispatch, own_lane = rendezvous.meet(prefix, _roles(replica, lane))
+    return replace(groups, dispatch=dispatch, lane=own_lane)
+
+
+def _roles(replica: Sequence[int], lane: Sequence[int]) -> dict[str, Sequence[int]]:
+    return {f"dispatch-{min(replica)}": replica, f"lane-{min(lane)}": lane}
 
 
 class ParkingLot:

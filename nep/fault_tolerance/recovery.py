@@ -8,7 +8,7 @@ import logging
 import time
 from collections.abc import Mapping
 
-from nep.distributed.groups import build_groups
+from nep.distributed.groups import Rendezvous, build_groups
 from nep.distributed.waiting import Fault, Waiter
 from nep.fault_tolerance import transaction
 from nep.fault_tolerance.commit import adopt, apply, commit_layout
@@ -48,21 +48,28 @@ def enter_generation(run: SlotRun, number: int, members: tuple[int, ...], plan: 
         run.store.raise_fault(number, fault_reason("exit", run.slot, reason))
         run.generation = None
         raise Fault("flag", reason)
-    connection = run.connections.take()
     groups = build_groups(
-        generation=number,
-        slot=run.slot,
+        rendezvous(run, number, waiter),
         slots=members,
         replica=plan.replicas[plan.replica_of(run.slot)],
         lane=plan.lanes[plan.lane_of(run.slot)].slots,
-        store=connection.torch_store(timeouts.rebuild_s),
-        device=run.device,
-        waiter=waiter,
-        group_timeout_s=timeouts.group_s,
-        rebuild_timeout_s=timeouts.rebuild_s,
-        finished=lambda: run.connections.give_back(connection),
     )
     return Generation(number=number, members=members, groups=groups, waiter=waiter)
+
+
+def rendezvous(run: SlotRun, generation: int, waiter: Waiter) -> Rendezvous:
+    """How this slot meets the others of a generation, on a connection to the store of its own."""
+    connection = run.connections.take()
+    return Rendezvous(
+        generation=generation,
+        slot=run.slot,
+        store=connection.torch_store(run.recipe.timeouts.rebuild_s),
+        device=run.device,
+        waiter=waiter,
+        group_timeout_s=run.recipe.timeouts.group_s,
+        rebuild_timeout_s=run.recipe.timeouts.rebuild_s,
+        finished=lambda: run.connections.give_back(connection),
+    )
 
 
 def recover(run: SlotRun, fault: Fault, number: int, members: tuple[int, ...], recovery: Recovery) -> Recovery:

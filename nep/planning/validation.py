@@ -47,23 +47,23 @@ def _layout_errors(plan: Plan, lines: Lines) -> list[str]:
     return errors
 
 
-def check_runnable(plan: Plan, lines: Lines, *, num_slots: int, global_batch_size: int) -> None:
+def check_runnable(plan: Plan, lines: Lines, *, slots: Sequence[int], global_batch_size: int) -> None:
     """Makes sure that a training job can carry out a plan, whoever made it.
 
     Args:
         plan: the plan.
         lines: the model's.
-        num_slots: slots of the job, numbered from 0.
+        slots: that the job runs on, ascending.
         global_batch_size: its sequences per step.
 
     Raises:
         ValueError: with everything that is wrong.
     """
     errors: list[str] = []
-    if plan.slots != tuple(range(num_slots)):
+    if plan.slots != tuple(slots):
         errors.append(
-            f"slots {_shown(plan.slots)} must be 0 to {num_slots - 1}, all processes of this job; start as many as the "
-            "plan has, or plan for these"
+            f"slots {_shown(plan.slots)} must be {_shown(slots)}, all that this job runs on; start as many "
+            "processes as the plan has, or plan for these"
         )
     if plan.global_batch_size != global_batch_size:
         errors.append(

@@ -10,7 +10,7 @@ from typing import TypeVar
 
 import torch.distributed as dist
 
-from nep.distributed.groups import Groups, build_groups, create_device
+from nep.distributed.groups import Groups, Rendezvous, build_groups, create_device
 from nep.distributed.waiting import Waiter
 
 T = TypeVar("T")
@@ -25,6 +25,7 @@ class ThreadSlot:
         groups: communicators of its generation.
         waiter: gives up after `deadline_s`, or when `fault` is set.
         fault: set it to break the generation of all slots.
+        rendezvous: how to build other groups.
         operations: (communicator, operation) of every launch, in order.
     """
 
@@ -32,6 +33,7 @@ class ThreadSlot:
     groups: Groups
     waiter: Waiter
     fault: threading.Event
+    rendezvous: Rendezvous
     operations: list[tuple[str, str]] = field(default_factory=list)
 
 
@@ -70,12 +72,9 @@ def run_slots(
             operations: list[tuple[str, str]] = []
             index = next(i for i, replica in enumerate(replicas) if slot in replica)
 
-            groups = build_groups(
+            rendezvous = Rendezvous(
                 generation=1,
                 slot=slot,
-                slots=slots,
-                replica=replicas[index],
-                lane=next((lane for lane in lanes or () if slot in lane), [slot]),
                 store=store,
                 device=create_device("127.0.0.1"),
                 waiter=waiter,
@@ -83,8 +82,21 @@ def run_slots(
                 rebuild_timeout_s=30.0,
                 trace=lambda communicator, operation: operations.append((communicator, operation)),
             )
+            groups = build_groups(
+                rendezvous,
+                slots=slots,
+                replica=replicas[index],
+                lane=next((lane for lane in lanes or () if slot in lane), [slot]),
+            )
             results[slot] = body(
-                ThreadSlot(slot=slot, groups=groups, waiter=waiter, fault=fault, operations=operations)
+                ThreadSlot(
+                    slot=slot,
+                    groups=groups,
+                    waiter=waiter,
+                    fault=fault,
+                    rendezvous=rendezvous,
+                    operations=operations,
+                )
             )
         except BaseException as error:
             errors.append(error)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+from collections.abc import Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Literal
@@ -49,6 +50,7 @@ class TrainConfig:
         run_dir: folder for logs and job.json.
         loads_out, save_params, json: files to write at the end, each optional.
         plan: to begin with; then replicas, lanes and redundancy are the plan's. None: plan for equal slots.
+        plan_changes: committed step -> the plan to go on with, without a restart.
     """
 
     steps: int = 60
@@ -72,6 +74,7 @@ class TrainConfig:
     save_params: Path | None = None
     json: Path | None = None
     plan: Plan | None = field(default=None, repr=False)
+    plan_changes: Mapping[int, Plan] = field(default_factory=dict, repr=False)
 
     @property
     def torch_dtype(self) -> torch.dtype:
@@ -123,16 +126,7 @@ class TrainConfig:
         problems += self._unsupported()
         problems += self.optimizer.problems() + self.aux_losses.problems()
         problems += self._file_problems()
-        if self.plan is not None:
-            try:
-                check_runnable(
-                    self.plan,
-                    parameter_lines(shape),
-                    num_slots=num_slots,
-                    global_batch_size=self.global_batch_size,
-                )
-            except ValueError as error:
-                problems.append(str(error))
+        problems += self._plan_problems(shape, num_slots)
         for failure in self.failures:
             if failure.slot >= num_slots:
                 problems.append(
@@ -142,6 +136,26 @@ class TrainConfig:
                 problems.append(f"--fail {failure}: step {failure.step} is not one of 1 to {self.steps}")
         if problems:
             raise ValueError("; ".join(problems))
+
+    def _plan_problems(self, shape: ModelShape, num_slots: int) -> list[str]:
+        plans = [("", self.plan)] if self.plan is not None else []
+        plans += [(f"--change-plan after step {step}: ", plan) for step, plan in sorted(self.plan_changes.items())]
+        problems = [
+            f"--change-plan after step {step}: must be a step of this job but the last, 1 to {self.steps - 1}"
+            for step in sorted(self.plan_changes)
+            if not 1 <= step < self.steps
+        ]
+        for name, plan in plans:
+            try:
+                check_runnable(
+                    plan,
+                    parameter_lines(shape),
+                    slots=range(num_slots),
+                    global_batch_size=self.global_batch_size,
+                )
+            except ValueError as error:
+                problems.append(f"{name}{error}")
+        return problems
 
     def _size_problems(self, shape: ModelShape, num_slots: int) -> list[str]:
         problems = [

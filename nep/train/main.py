@@ -28,6 +28,7 @@ from nep.fault_tolerance.timeline import Recovery
 from nep.moe.aux_losses import AuxLosses
 from nep.parallel.optimizer import OptimizerConfig
 from nep.planning.cluster import Cluster
+from nep.planning.plan import Plan
 from nep.planning.shapes import ModelShape, parameter_lines, preset
 from nep.report.layouts import layout_picture
 from nep.report.readers.plan_file import read_plan
@@ -98,6 +99,8 @@ class Options:
     """Held-out sequences for the validation loss."""
     plan: Path | None = None
     """Plan to begin with (a file of nep plan --out); replicas, lanes and redundancy are the plan's then."""
+    change_plan: Annotated[tuple[str, ...], tyro.conf.UseAppendAction] = ()
+    """Plan to change to without a restart, STEP=FILE: after that step is committed; repeatable."""
     fail: Annotated[tuple[str, ...], tyro.conf.UseAppendAction] = ()
     """Failure to inject, SLOT@STEP[:KIND[@PHASE]], for example 2@30 or 0@5:kill@vote; repeatable."""
     run_dir: Path = Path("runs")
@@ -202,6 +205,7 @@ def _checked(options: Options, num_slots: int) -> _Request:
         save_params=options.save_params,
         json=options.json,
         plan=plan,
+        plan_changes=_plan_changes(options.change_plan),
     )
     config.check(shape, num_slots)
     data = load_text(options.data).samples(seq_len=config.seq_len, seed=config.seed)
@@ -211,6 +215,18 @@ def _checked(options: Options, num_slots: int) -> _Request:
             "choose a model with a larger vocabulary"
         )
     return _Request(shape=shape, config=config, data=data)
+
+
+def _plan_changes(texts: Sequence[str]) -> dict[int, Plan]:
+    changes: dict[int, Plan] = {}
+    for text in texts:
+        step, equals, file = text.partition("=")
+        if not equals or not step.isdecimal() or not file:
+            raise ValueError(f"--change-plan {text!r} must be STEP=FILE, for example 20=next.json")
+        if int(step) in changes:
+            raise ValueError(f"--change-plan names step {step} twice; one plan can follow it")
+        changes[int(step)] = read_plan(Path(file))
+    return changes
 
 
 def _dry_run_text(request: _Request, num_slots: int) -> str:

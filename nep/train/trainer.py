@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import logging
 import time
 from collections.abc import Callable
@@ -14,7 +15,8 @@ from nep.distributed.collectives import all_gather_bytes
 from nep.distributed.groups import create_device
 from nep.distributed.timeouts import Timeouts
 from nep.distributed.waiting import Fault
-from nep.fault_tolerance.commit import commit_layout, commit_step, settle
+from nep.fault_tolerance.change import change_layout
+from nep.fault_tolerance.commit import commit_step, settle
 from nep.fault_tolerance.connections import Connections
 from nep.fault_tolerance.control_store import ControlStore, decision_key, end_key, finished_key
 from nep.fault_tolerance.history import Committed
@@ -26,13 +28,13 @@ from nep.fault_tolerance.runtime import Recipe, SlotRun
 from nep.fault_tolerance.timeline import Recovery
 from nep.fault_tolerance.transaction import Decision, Progress
 from nep.parallel.grad_sync import GradSync, Reduction
-from nep.parallel.migrate import migrate
 from nep.parallel.overlap import Overlap
 from nep.parallel.parallelize import parallelize
 from nep.parallel.state import SlotState
 from nep.planning.cluster import Cluster
 from nep.planning.plan import Plan
 from nep.planning.planner import plan_mirrors
+from nep.planning.validation import check_runnable
 from nep.train.config import TrainConfig
 from nep.train.data import SampleSource
 from nep.train.initialization import initial_units
@@ -47,15 +49,19 @@ class Hooks:
     """What a caller may add. Each is called on every slot; none may communicate or change the model.
 
     Attributes:
-        on_commit: after a step is committed and its parameters are back: (trainer, committed step).
+        on_commit: after a step is committed, while its parameters may still return: (trainer, committed step).
         on_recovery: when the first step after a recovery is committed: (trainer, recovery).
         on_plan: when a plan becomes the current one: (trainer, plan).
+        next_plan: after every committed step, also the last: the plan to go on with, or None for the one in force. All
+            slots must answer alike, from committed state alone; lanes and replicas may differ, slots and global batch
+            not. One that no longer fits, since a slot has failed, is named and left.
         on_end: after the last step, while all slots are still there: (trainer).
     """
 
     on_commit: Callable[[Trainer, Committed], None] = lambda trainer, committed: None
     on_recovery: Callable[[Trainer, Recovery], None] = lambda trainer, recovery: None
     on_plan: Callable[[Trainer, Plan], None] = lambda trainer, plan: None
+    next_plan: Callable[[Trainer], Plan | None] = lambda trainer: None
     on_end: Callable[[Trainer], None] = lambda trainer: None
 
 
@@ -269,6 +275,7 @@ class Trainer:
             self._overlap.returning = run.returning
             self._resumed()
             self.hooks.on_commit(self, run.history.steps[-1])
+            self._change_plan()
             self._protect()
             run.parking.reap()
         self._resumed()
@@ -293,26 +300,28 @@ class Trainer:
         if self._protected == self.plan.number:
             return
         plan = plan_mirrors(self.plan, run.cluster, run.recipe.lines)
-        if plan is self.plan:
-            self._protected = plan.number
-            return
-        settle(run)
-        log.warning("completing the mirrors as layout %d", plan.number)
-        moved = migrate(
-            run.state,
-            plan,
-            live=run.current.members,
-            params_versions=dict.fromkeys(run.current.members, self.step),
-            version=self.step,
-            lines=run.recipe.lines,
-            dtype=run.recipe.dtype,
-            communicator=run.current.groups.transfer,
-            waiter=run.current.waiter,
-            probe=run.probe_at(self.step + 1),
-        )
-        commit_layout(run, moved)
+        if plan is not self.plan:
+            change_layout(run, plan, "completing the mirrors")
+            self._install()
         # Only now: the number of a layout that was not committed is used again, by the plan that recovery makes.
         self._protected = plan.number
+
+    def _change_plan(self) -> None:
+        """Go on under the plan that is wanted from here. All slots decide alike."""
+        run = self.run_state
+        wanted = self.config.plan_changes.get(self.step) or self.hooks.next_plan(self)
+        if wanted is None or dataclasses.replace(wanted, number=self.plan.number) == self.plan:
+            return
+        try:
+            check_runnable(
+                wanted, run.recipe.lines, slots=self.plan.slots, global_batch_size=self.config.global_batch_size
+            )
+        except ValueError as error:
+            # Slots may have died since somebody wanted it. Training goes on as it is.
+            if self.reports:
+                self._announce(f"no change of plan after step {self.step}: {error}")
+            return
+        change_layout(run, wanted, f"changing to the plan with digest {wanted.digest[:12]}")
         self._install()
 
     def _validate(self) -> float:

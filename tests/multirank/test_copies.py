@@ -52,7 +52,7 @@ def test_copies_have_the_gradients_of_the_whole(
 ) -> None:
     lines = parameter_lines(SHAPE)
     plan = lane_plan(lanes, SHAPE, shares, experts)
-    check_runnable(plan, lines, num_slots=len(plan.slots), global_batch_size=BATCH)
+    check_runnable(plan, lines, slots=plan.slots, global_batch_size=BATCH)
     states = {slot: make_state(plan, slot, lines) for slot in plan.slots}
     results = run_slots(
         plan.replicas,
@@ -74,4 +74,4 @@ def test_copies_have_the_gradients_of_the_whole(
 def test_half_a_copy_is_refused() -> None:
     plan = lane_plan([[[0], [1], [2]]], SHAPE, [2, 2, 2], hold({0: [0], 1: [1], 2: [2], 3: [0]}, {0: [1, 2], 4: [1]}))
     with pytest.raises(ValueError, match="each copy of an expert on one slot, whole; expert 0 is not"):
-        check_runnable(plan, parameter_lines(SHAPE), num_slots=3, global_batch_size=BATCH)
+        check_runnable(plan, parameter_lines(SHAPE), slots=range(3), global_batch_size=BATCH)

@@ -11,7 +11,7 @@ import torch.distributed as dist
 
 from nep.distributed import groups
 from nep.distributed.collectives import all_gather_bytes, sum_exact
-from nep.distributed.groups import Communicator, Groups, ParkingLot, build_groups
+from nep.distributed.groups import Communicator, Groups, ParkingLot, Rendezvous, build_groups
 from nep.distributed.waiting import FailedLaunch, Fault, Waiter, WaitingThread
 
 WAITER = Waiter(lambda: None, 1.0)
@@ -55,17 +55,19 @@ def test_what_was_built_before_a_fault_is_closed(monkeypatch: pytest.MonkeyPatch
     monkeypatch.setattr(groups, "create_process_group", create)
     with pytest.raises(Fault, match="slot 3 has ended"):
         build_groups(
-            generation=2,
-            slot=0,
+            Rendezvous(
+                generation=2,
+                slot=0,
+                store=dist.HashStore(),
+                device=None,
+                waiter=Waiter(lambda: "slot 3 has ended" if len(built) > 2 else None, 10.0),
+                group_timeout_s=10.0,
+                rebuild_timeout_s=10.0,
+                finished=free.set,
+            ),
             slots=(0, 1),
             replica=(0, 1),
             lane=(0,),
-            store=dist.HashStore(),
-            device=None,
-            waiter=Waiter(lambda: "slot 3 has ended" if len(built) > 2 else None, 10.0),
-            group_timeout_s=10.0,
-            rebuild_timeout_s=10.0,
-            finished=free.set,
         )
     assert not free.is_set(), "the third is still being built on the connection"
     release.set()

@@ -30,12 +30,14 @@ def _held(plan: Plan, axis: str, slot: int, *intervals: tuple[int, int]) -> Plan
 
 @pytest.mark.parametrize("lane_slots", [1, 2])
 def test_what_the_planner_makes_can_be_run(lane_slots: int) -> None:
-    check_runnable(_plan(lane_slots=lane_slots), LINES, num_slots=4, global_batch_size=8)
+    check_runnable(_plan(lane_slots=lane_slots), LINES, slots=range(4), global_batch_size=8)
 
 
 def test_slots_and_batch_must_be_those_of_the_job() -> None:
-    with pytest.raises(ValueError, match=r"slots \[0, 1, 2, 3\] must be 0 to 4, all processes of this job") as error:
-        check_runnable(_plan(), LINES, num_slots=5, global_batch_size=16)
+    with pytest.raises(
+        ValueError, match=r"slots \[0, 1, 2, 3\] must be \[0, 1, 2, 3, 4\], all that this job runs on"
+    ) as error:
+        check_runnable(_plan(), LINES, slots=range(5), global_batch_size=16)
     assert "global_batch_size (8) must be that of the job (16)" in str(error.value)
 
 
@@ -64,7 +66,7 @@ def test_what_the_layer_cannot_compute_with_is_named(break_it: Callable[[Plan], 
     broken = break_it(_plan())
     check_plan(broken, LINES)
     with pytest.raises(ValueError, match=message):
-        check_runnable(broken, LINES, num_slots=4, global_batch_size=8)
+        check_runnable(broken, LINES, slots=range(4), global_batch_size=8)
 
 
 def test_a_query_head_needs_its_kv_head_in_its_slot() -> None:
@@ -73,11 +75,11 @@ def test_a_query_head_needs_its_kv_head_in_its_slot() -> None:
     assert plan.holders.by_slot("layers.0.kv_heads")[0] == ((0, 1),)
     broken = _held(_held(plan, "layers.0.kv_heads", 0, (1, 2)), "layers.0.kv_heads", 1, (0, 1))
     with pytest.raises(ValueError, match=r"slot 0 has query heads \[\(0, 2\)\] and lacks \[\(0, 1\)\] of layers.0.kv"):
-        check_runnable(broken, LINES, num_slots=4, global_batch_size=8)
+        check_runnable(broken, LINES, slots=range(4), global_batch_size=8)
 
 
 def test_a_plan_for_another_model_is_not_taken_apart_line_by_line() -> None:
     other = debug_like_lines(num_layers=9, num_experts=6, vocab_size=64)
     with pytest.raises(ValueError, match=r"and \d+ more of the kind; is it a plan for another model\?$") as error:
-        check_runnable(_plan(), other, num_slots=4, global_batch_size=8)
+        check_runnable(_plan(), other, slots=range(4), global_batch_size=8)
     assert len(str(error.value)) < 1000
