@@ -14,7 +14,7 @@ from nep.parallel.overlap import Overlap
 from nep.parallel.parallelize import parallelize
 from nep.parallel.state import SlotState
 from nep.planning.cluster import Cluster
-from nep.planning.layout import Layout, LineKind, Lines
+from nep.planning.layout import LineKind, Lines
 from nep.planning.plan import Plan
 from nep.planning.planner import plan_after_failure, plan_from_scratch, plan_mirrors
 from nep.planning.shapes import ModelShape, parameter_lines, preset
@@ -89,20 +89,6 @@ def step_sums(
     )
     reduction.finish()
     return sync, sums.loss
-
-
-def collect(layout: Layout, parts: dict[int, dict[str, torch.Tensor]], lines: Lines) -> dict[str, torch.Tensor]:
-    """Put the parts of a layout together; every unit must be there, and only once."""
-    full = {name: torch.full(line.shape, torch.nan, dtype=DTYPE) for name, line in lines.items()}
-    for slot, tensors in parts.items():
-        for name, line in lines.items():
-            offset = 0
-            for lo, hi in layout.intervals(line.axis, slot):
-                assert full[name][lo:hi].isnan().all(), f"{name} [{lo}, {hi}) twice"
-                full[name][lo:hi] = tensors[name][offset : offset + hi - lo]
-                offset += hi - lo
-    assert not any(tensor.isnan().any() for tensor in full.values())
-    return {name: tensor[0] if lines[name].kind is LineKind.WHOLE else tensor for name, tensor in full.items()}
 
 
 def assert_close(found: dict[str, torch.Tensor], expected: dict[str, torch.Tensor]) -> None:

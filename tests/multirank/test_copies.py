@@ -9,10 +9,11 @@ import pytest
 from nep.planning.layout import Line
 from nep.planning.shapes import parameter_lines
 from nep.planning.validation import check_runnable
+from nep.testing.parity import gather
 from nep.testing.reference import reference_gradients
 from nep.testing.threads import run_slots
 from tests.multirank.plans import HoldExperts, Lanes, lane_plan
-from tests.multirank.steps import BATCH, SHAPE, assert_close, collect, make_state, samples, step_sums, whole_model
+from tests.multirank.steps import BATCH, SHAPE, assert_close, make_state, samples, step_sums, whole_model
 
 Places = Mapping[int, Sequence[int]]
 """Expert -> the places in the replica that hold it: several, whole each."""
@@ -61,7 +62,7 @@ def test_copies_have_the_gradients_of_the_whole(
     )
     tokens, targets = samples().train_batch(0, BATCH)
     loss, expected = reference_gradients(SHAPE, whole_model(lines), tokens, targets)
-    owned = collect(plan.owners, {slot: state.owned.grad_sum for slot, state in states.items()}, lines)
+    owned = gather(plan.owners, {slot: state.owned.grad_sum for slot, state in states.items()}, lines)
     assert_close({name: tensor / targets.size for name, tensor in owned.items()}, expected)
     assert sum(own_loss for own_loss, _ in results.values()) / targets.size == pytest.approx(loss, rel=1e-12)
     for replica in plan.replicas:

@@ -9,6 +9,7 @@ import torch
 
 from nep.moe.aux_losses import AuxLosses
 from nep.planning.shapes import ModelShape, parameter_lines
+from nep.testing.parity import gather
 from nep.testing.reference import reference_gradients
 from nep.testing.threads import run_slots
 from tests.multirank.plans import Lanes, lane_plan
@@ -16,7 +17,6 @@ from tests.multirank.steps import (
     BATCH,
     SHAPE,
     assert_close,
-    collect,
     make_state,
     samples,
     step_sums,
@@ -51,7 +51,7 @@ def test_any_cut_has_the_gradients_of_the_whole(
     )
     tokens, targets = samples().train_batch(0, BATCH)
     loss, expected = reference_gradients(shape, whole_model(lines), tokens, targets)
-    owned = collect(plan.owners, {slot: state.owned.grad_sum for slot, state in states.items()}, lines)
+    owned = gather(plan.owners, {slot: state.owned.grad_sum for slot, state in states.items()}, lines)
     assert_close({name: tensor / targets.size for name, tensor in owned.items()}, expected)
     assert sum(own_loss for own_loss, _ in results.values()) / targets.size == pytest.approx(loss, rel=1e-12)
     for lane in plan.lanes:
@@ -93,6 +93,6 @@ def test_auxiliary_losses_do_not_depend_on_the_partition(name: str, losses: AuxL
     _, without = reference_gradients(shape, whole_model(lines), tokens, targets)
     router = "layers.0.moe.router.weight"
     assert (expected[router] - without[router]).abs().max() > 0.01 * without[router].abs().max()
-    owned = collect(plan.owners, {slot: state.owned.grad_sum for slot, state in states.items()}, lines)
+    owned = gather(plan.owners, {slot: state.owned.grad_sum for slot, state in states.items()}, lines)
     assert_close({name: tensor / targets.size for name, tensor in owned.items()}, expected)
     assert sum(sums.values()) / targets.size == pytest.approx(loss, rel=1e-12)

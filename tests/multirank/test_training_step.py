@@ -14,6 +14,7 @@ from nep.parallel.state import SlotState
 from nep.planning.layout import LineKind, axes
 from nep.planning.plan import Plan
 from nep.planning.shapes import ModelShape, parameter_lines
+from nep.testing.parity import gather
 from nep.testing.reference import reference_gradients
 from nep.testing.threads import ThreadSlot, run_slots
 from tests.multirank.steps import (
@@ -21,7 +22,6 @@ from tests.multirank.steps import (
     DTYPE,
     SHAPE,
     assert_close,
-    collect,
     make_plan,
     make_state,
     no_probe,
@@ -62,11 +62,11 @@ def test_every_gradient_is_a_plain_sum_over_holders(
     tokens, targets = samples().train_batch(0, BATCH)
     loss, expected = reference_gradients(shape, whole_model(lines), tokens, targets)
 
-    owned = collect(plan.owners, {slot: state.owned.grad_sum for slot, state in states.items()}, lines)
+    owned = gather(plan.owners, {slot: state.owned.grad_sum for slot, state in states.items()}, lines)
     assert_close({name: tensor / targets.size for name, tensor in owned.items()}, expected)
     assert sum(losses.values()) / targets.size == pytest.approx(loss, rel=1e-12)
     if len(plan.slots) > 1:
-        mirrored = collect(plan.mirrors, {s: state.mirrored.grad_sum for s, state in states.items()}, lines)
+        mirrored = gather(plan.mirrors, {s: state.mirrored.grad_sum for s, state in states.items()}, lines)
         for name in owned:
             assert torch.equal(mirrored[name], owned[name]), f"the mirror of {name} has other bits"
 
@@ -139,9 +139,9 @@ def test_a_move_and_back_is_the_identity_and_what_stays_is_not_copied() -> None:
     # Slot 1 is gone; the three others move to the plan without it.
     moved = run_slots(after.replicas, lambda me: move(me, first[me.slot], after, after.slots))
     for kind in ("master", "exp_avg", "exp_avg_sq"):
-        expected = collect(before.owners, {s: getattr(st.owned, kind) for s, st in first.items()}, lines)
+        expected = gather(before.owners, {s: getattr(st.owned, kind) for s, st in first.items()}, lines)
         for layout, part in ((after.owners, "owned"), (after.mirrors, "mirrored")):
-            found = collect(layout, {s: getattr(getattr(st, part), kind) for s, st in moved.items()}, lines)
+            found = gather(layout, {s: getattr(getattr(st, part), kind) for s, st in moved.items()}, lines)
             assert all(torch.equal(found[name], expected[name]) for name in expected), (kind, part)
     model = whole_model(lines)
     for slot, state in moved.items():
