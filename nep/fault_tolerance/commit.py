@@ -16,7 +16,7 @@ from nep.fault_tolerance.history import Committed
 from nep.fault_tolerance.runtime import SlotRun
 from nep.fault_tolerance.vote import Tally, VoteError, VoteKind, VoteRecord, unpack_records, verify
 from nep.parallel.grad_sync import GradSync, Reduction, Return
-from nep.parallel.optimizer import apply_adamw
+from nep.parallel.optimizer import apply_update
 from nep.parallel.state import SlotState
 
 log = logging.getLogger(__name__)
@@ -101,7 +101,7 @@ def apply(run: SlotRun) -> None:
     committed = Committed.from_tally(step, tally)
     applied = transaction.after_apply(progress)  # refuses before anything is changed
     if not committed.skipped:
-        apply_adamw(
+        apply_update(
             [run.state.owned, run.state.mirrored],
             recipe.lines,
             recipe.optimizer,

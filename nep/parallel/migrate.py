@@ -105,10 +105,12 @@ def _shard(layout: Layout, before: OptimizerShard, slot: int, lines: Lines, dtyp
     return OptimizerShard(
         layout=layout,
         slot=slot,
-        **{
-            kind: _allocate(layout, before.layout, getattr(before, kind), slot, lines, dtype)
-            for kind in ("master", "exp_avg", "exp_avg_sq", "grad_sum")
+        master=_allocate(layout, before.layout, before.master, slot, lines, dtype),
+        moments={
+            kind: _allocate(layout, before.layout, tensors, slot, lines, dtype)
+            for kind, tensors in before.moments.items()
         },
+        grad_sum=_allocate(layout, before.layout, before.grad_sum, slot, lines, dtype),
     )
 
 

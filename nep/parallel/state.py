@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 
 import torch
@@ -13,6 +13,8 @@ from nep.planning.plan import Plan
 from nep.planning.transfer import overlaps
 
 Tensors = dict[str, torch.Tensor]
+
+ADAMW_MOMENTS = ("exp_avg", "exp_avg_sq")
 
 
 def accumulation_dtype(dtype: torch.dtype) -> torch.dtype:
@@ -25,24 +27,40 @@ class OptimizerShard:
     """Optimizer state of an owner layout or a mirror layout, and the finished gradient sums for it.
 
     Each maps a parameter name to `[units, *unit_shape]` in the accumulation dtype.
+
+    Attributes:
+        layout, slot: which units, and whose.
+        master: weights that the updates are made on.
+        moments: what the optimizer keeps beside them, by its own names (see `OptimizerConfig.moments`).
+        grad_sum: finished gradient sums.
     """
 
     layout: Layout
     slot: int
     master: Tensors
-    exp_avg: Tensors
-    exp_avg_sq: Tensors
+    moments: Mapping[str, Tensors]
     grad_sum: Tensors
 
     @classmethod
-    def empty(cls, layout: Layout, slot: int, lines: Lines, dtype: torch.dtype) -> OptimizerShard:
+    def empty(
+        cls, layout: Layout, slot: int, lines: Lines, dtype: torch.dtype, moments: Sequence[str] = ADAMW_MOMENTS
+    ) -> OptimizerShard:
         """Zeros for the units that `slot` has in `layout`."""
-        kinds = {kind: allocate(layout, slot, lines, dtype) for kind in ("master", "exp_avg", "exp_avg_sq", "grad_sum")}
-        return cls(layout=layout, slot=slot, **kinds)
+        return cls(
+            layout=layout,
+            slot=slot,
+            master=allocate(layout, slot, lines, dtype),
+            moments={kind: allocate(layout, slot, lines, dtype) for kind in moments},
+            grad_sum=allocate(layout, slot, lines, dtype),
+        )
+
+    @property
+    def kinds(self) -> dict[str, Tensors]:
+        """Master weights and moments by kind: what recovery moves."""
+        return {"master": self.master, **self.moments}
 
     def state(self) -> Holding:
-        """Master weights and both moments: what recovery moves."""
-        return Holding(self.layout, self.slot, self.master, self.exp_avg, self.exp_avg_sq)
+        return Holding(self.layout, self.slot, *self.kinds.values())
 
     def weights(self) -> Holding:
         return Holding(self.layout, self.slot, self.master)
@@ -70,15 +88,17 @@ class SlotState:
     mirrored: OptimizerShard
 
     @classmethod
-    def empty(cls, plan: Plan, slot: int, lines: Lines, dtype: torch.dtype) -> SlotState:
+    def empty(
+        cls, plan: Plan, slot: int, lines: Lines, dtype: torch.dtype, moments: Sequence[str] = ADAMW_MOMENTS
+    ) -> SlotState:
         wide = accumulation_dtype(dtype)
         return cls(
             plan=plan,
             slot=slot,
             params=allocate(plan.holders, slot, lines, dtype),
             versions={},
-            owned=OptimizerShard.empty(plan.owners, slot, lines, wide),
-            mirrored=OptimizerShard.empty(plan.mirrors, slot, lines, wide),
+            owned=OptimizerShard.empty(plan.owners, slot, lines, wide, moments),
+            mirrored=OptimizerShard.empty(plan.mirrors, slot, lines, wide, moments),
         )
 
     @classmethod
@@ -89,13 +109,15 @@ class SlotState:
         lines: Lines,
         dtype: torch.dtype,
         initial_units: Callable[[str, int, int], torch.Tensor],
+        moments: Sequence[str] = ADAMW_MOMENTS,
     ) -> SlotState:
         """State before the first step.
 
         Args:
             initial_units: (parameter name, lo, hi) -> initial values `[hi - lo, *unit_shape]` in float64.
+            moments: of the optimizer.
         """
-        state = cls.empty(plan, slot, lines, dtype)
+        state = cls.empty(plan, slot, lines, dtype, moments)
         for layout, tensors in (
             (plan.holders, state.params),
             (plan.owners, state.owned.master),

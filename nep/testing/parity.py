@@ -19,10 +19,10 @@ from nep.distributed.collectives import all_gather
 from nep.parallel.grad_sync import GradSync, Reduction, Return
 from nep.parallel.holding import Holding
 from nep.parallel.migrate import migrate
-from nep.parallel.optimizer import OptimizerConfig, apply_adamw
+from nep.parallel.optimizer import OptimizerConfig, apply_update
 from nep.parallel.overlap import Overlap
 from nep.parallel.parallelize import parallelize
-from nep.parallel.state import OptimizerShard, SlotState, Tensors
+from nep.parallel.state import SlotState, Tensors
 from nep.planning.layout import Layout, LineKind, Lines
 from nep.planning.plan import Plan
 from nep.testing.threads import ThreadSlot, run_slots
@@ -76,15 +76,15 @@ class ParityRun:
     Attributes:
         losses: mean per token of each step.
         gradients: of each step's mean loss, before clipping.
-        master, exp_avg, exp_avg_sq: after the last step.
+        master: weights after the last step.
+        moments: of the optimizer after the last step, by kind.
         operations: phase -> slot -> (communicator, operation) of every launch, in order.
     """
 
     losses: list[float] = field(default_factory=list)
     gradients: list[Tensors] = field(default_factory=list)
     master: Tensors = field(default_factory=dict)
-    exp_avg: Tensors = field(default_factory=dict)
-    exp_avg_sq: Tensors = field(default_factory=dict)
+    moments: dict[str, Tensors] = field(default_factory=dict)
     operations: list[dict[int, list[tuple[str, str]]]] = field(default_factory=list)
 
 
@@ -111,9 +111,11 @@ def train_in_threads(recipe: Recipe, phases: Sequence[Phase]) -> ParityRun:
             run.gradients.append({name: tensor / tokens for name, tensor in sums.items()})
         states = {slot: result.state for slot, result in results.items()}
         _check_agreement(phase.plan, states, recipe.lines)
-    for kind in ("master", "exp_avg", "exp_avg_sq"):
-        parts_of_kind = {slot: getattr(state.owned, kind) for slot, state in states.items()}
-        setattr(run, kind, gather(phases[-1].plan.owners, parts_of_kind, recipe.lines))
+    owners = phases[-1].plan.owners
+    run.master = gather(owners, {slot: state.owned.master for slot, state in states.items()}, recipe.lines)
+    for kind in recipe.optimizer.moments:
+        kept = {slot: state.owned.moments[kind] for slot, state in states.items()}
+        run.moments[kind] = gather(owners, kept, recipe.lines)
     return run
 
 
@@ -152,7 +154,9 @@ class _SlotPhase:
                 probe=_no_probe,
             )
         else:
-            state = SlotState.initial(plan, me.slot, recipe.lines, recipe.dtype, recipe.initial)
+            state = SlotState.initial(
+                plan, me.slot, recipe.lines, recipe.dtype, recipe.initial, recipe.optimizer.moments
+            )
         self._state = state
         self._sync = GradSync.build(state, recipe.lines, recipe.dtype)
         model = parallelize(
@@ -192,7 +196,7 @@ class _SlotPhase:
         self._result.sums.append({name: tensor.clone() for name, tensor in self._state.owned.grad_sum.items()})
         mine = torch.tensor([sync.norm2_owned(), sums.tokens], dtype=torch.float64)
         norm2, tokens = torch.stack(all_gather(me.groups.vote, mine, me.waiter, "the norm")).sum(0).tolist()
-        apply_adamw(
+        apply_update(
             [self._state.owned, self._state.mirrored],
             recipe.lines,
             recipe.optimizer,
@@ -237,14 +241,13 @@ def _check_agreement(plan: Plan, states: Mapping[int, SlotState], lines: Lines) 
     whole = {name: tensor.view(lines[name].shape) for name, tensor in whole.items()}
     for slot, state in states.items():
         _check_holding(state.held(), whole, lines, f"slot {slot} holds")
-        for kind in ("master", "exp_avg", "exp_avg_sq"):
-            owned = gather(plan.owners, {s: getattr(other.owned, kind) for s, other in states.items()}, lines)
-            owned = {name: tensor.view(lines[name].shape) for name, tensor in owned.items()}
-            _check_holding(_of_kind(state.mirrored, kind), owned, lines, f"slot {slot} mirrors {kind} of")
-
-
-def _of_kind(shard: OptimizerShard, kind: str) -> Holding:
-    return Holding(shard.layout, shard.slot, getattr(shard, kind))
+        _check_holding(state.mirrored.weights(), whole, lines, f"slot {slot} mirrors")
+    for kind in next(iter(states.values())).owned.moments:
+        owned = gather(plan.owners, {slot: state.owned.moments[kind] for slot, state in states.items()}, lines)
+        owned = {name: tensor.view(lines[name].shape) for name, tensor in owned.items()}
+        for slot, state in states.items():
+            mirrored = Holding(plan.mirrors, slot, state.mirrored.moments[kind])
+            _check_holding(mirrored, owned, lines, f"slot {slot} mirrors {kind} of")
 
 
 def _check_holding(holding: Holding, whole: Tensors, lines: Lines, what: str) -> None:

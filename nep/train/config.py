@@ -39,7 +39,8 @@ class TrainConfig:
         seq_len: tokens of a sequence.
         dtype: of parameters and activations; master weights and moments are float32 at least.
         seed: of initial values and of the order of samples.
-        redundancy: `device` keeps a mirror of every optimizer shard on another slot; `none` does not.
+        redundancy: `device` keeps a mirror of every optimizer shard on another slot, `host` in that slot's host memory
+            (on a CPU the same), `none` does not.
         optimizer: AdamW, its schedule and clipping.
         aux_losses: of the router; only those that do not depend on the partition exist.
         moe_backend: kernels of the experts: `auto`, `grouped_mm` or `loop`.
@@ -195,8 +196,6 @@ class TrainConfig:
                 f"backend {self.backend!r}: recovery on CUDA is not supported yet, and without it a lost GPU would "
                 "hang the job; use 'gloo' (CPU)"
             )
-        if self.redundancy == "host":
-            problems.append("redundancy 'host' is not supported yet; use 'device' or 'none'")
         return problems
 
     def _file_problems(self) -> list[str]:

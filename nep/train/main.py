@@ -73,8 +73,12 @@ class Options:
     """Peak learning rate."""
     warmup_steps: int = 10
     """Steps of linear warmup; cosine decay follows."""
+    optimizer: Literal["adamw", "sgd"] = "adamw"
+    """Algorithm of the updates."""
+    momentum: float = 0.9
+    """Of SGD."""
     weight_decay: float = 0.1
-    """Decoupled weight decay; norms have none."""
+    """Weight decay, decoupled in AdamW; norms have none."""
     clip_norm: float = 1.0
     """Limit of the global gradient norm."""
     data: tuple[Path, ...] = ()
@@ -189,6 +193,8 @@ def _checked(options: Options, num_slots: int) -> _Request:
         seed=options.seed,
         redundancy=options.redundancy if plan is None else plan.redundancy,
         optimizer=OptimizerConfig(
+            algorithm=options.optimizer,
+            momentum=options.momentum,
             lr=options.lr,
             warmup_steps=options.warmup_steps,
             weight_decay=options.weight_decay,

@@ -202,6 +202,7 @@ class Trainer:
             lines,
             recipe.dtype,
             lambda name, lo, hi: initial_units(config.seed, name, lines[name], lo, hi),
+            recipe.optimizer.moments,
         )
         injector = Injector(config.failures, job.slot, store, self._announce)
         self.run_state = SlotRun(

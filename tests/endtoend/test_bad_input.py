@@ -98,7 +98,7 @@ CASES: dict[str, tuple[str, tuple[str, ...]]] = {
     "auxiliary loss": ("--aux-loss-coefficient -0.01", ("aux_loss_coefficient (-0.01)", "at least 0")),
     "tensor parallelism": ("--tp 2", ("tp (2)",)),
     "nccl": ("--backend nccl", ("'nccl'", "'gloo'")),
-    "host redundancy": ("--redundancy host", ("'host'", "'device' or 'none'")),
+    "momentum": ("--optimizer sgd --momentum 1", ("momentum (1.0)", "[0, 1)")),
     "sequence longer than the model's": ("--seq-len 513", ("seq_len (513)", "512", "--seq-len")),
     "a learning rate that is none": ("--lr nan", ("lr (nan)", "--lr")),
     "no time": ("--timeout-base-s 0", ("timeout_base_s (0.0)",)),

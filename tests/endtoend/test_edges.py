@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from pathlib import Path
 
-from tests.endtoend.conftest import LOSS_TOLERANCE, SmallJob
+from tests.endtoend.conftest import LOSS_TOLERANCE, TENSOR_TOLERANCE, SmallJob
 from tests.endtoend.test_random_kills import pairs_to_spare
 
 
@@ -30,3 +30,24 @@ def test_the_only_step_is_interrupted_after_its_vote(small_job: SmallJob, tmp_pa
     (loss,) = result["loss"]
     assert abs(loss - small_job.losses[0]) <= LOSS_TOLERANCE * small_job.losses[0]
     assert [entry["step"] for entry in result["generations"]] == [0, 1]
+
+
+def test_mirrors_in_host_memory_save_a_job_too(small_job: SmallJob, tmp_path: Path) -> None:
+    """On a CPU they are where they always are."""
+    arguments = ["--redundancy", "host", "--replicas", "2", "--fail", "2@3:kill@apply"]
+    outcome = small_job.run(4, *arguments, folder=tmp_path)
+    assert outcome.result is not None and outcome.result["unprotected_intervals"] == 0
+
+
+def test_sgd_goes_on_after_a_kill(small_job: SmallJob, tmp_path: Path) -> None:
+    """Its one moment is moved as AdamW's two are: the job with a kill is the job without."""
+    arguments = ["--optimizer", "sgd", "--lr", "0.1", "--replicas", "2"]
+    alone = small_job.run(2, *arguments, folder=tmp_path / "alone", check=False)
+    killed = small_job.run(4, *arguments, "--fail", "1@3:kill@return", folder=tmp_path / "killed", check=False)
+    assert alone.result is not None and killed.result is not None, alone.output + killed.output
+    assert killed.result["lost_steps"] == 0 and len(killed.result["recovery_s"]) == 1
+    for loss, expected in zip(killed.result["loss"], alone.result["loss"], strict=True):
+        assert abs(loss - expected) <= LOSS_TOLERANCE * expected
+    assert alone.params is not None and killed.params is not None
+    for name, expected in alone.params.items():
+        assert (killed.params[name] - expected).abs().max() <= TENSOR_TOLERANCE * expected.abs().max(), name

@@ -114,13 +114,13 @@ def test_a_move_and_back_is_the_identity_and_what_stays_is_not_copied() -> None:
     order = tuple(axes(lines))
     first = {slot: make_state(before, slot, lines) for slot in before.slots}
     for slot, state in first.items():  # moments that tell where they are from
-        for name, tensor in state.owned.exp_avg.items():
+        for name, tensor in state.owned.moments["exp_avg"].items():
             tensor.copy_(state.owned.master[name] * 3)
-            state.owned.exp_avg_sq[name].copy_(state.owned.master[name] ** 2)
+            state.owned.moments["exp_avg_sq"][name].copy_(state.owned.master[name] ** 2)
             assert state.params_version == 0, slot
-        for name, tensor in state.mirrored.exp_avg.items():
+        for name, tensor in state.mirrored.moments["exp_avg"].items():
             tensor.copy_(state.mirrored.master[name] * 3)
-            state.mirrored.exp_avg_sq[name].copy_(state.mirrored.master[name] ** 2)
+            state.mirrored.moments["exp_avg_sq"][name].copy_(state.mirrored.master[name] ** 2)
 
     def move(me: ThreadSlot, state: SlotState, plan: Plan, live: Sequence[int]) -> SlotState:
         return migrate(
@@ -139,9 +139,9 @@ def test_a_move_and_back_is_the_identity_and_what_stays_is_not_copied() -> None:
     # Slot 1 is gone; the three others move to the plan without it.
     moved = run_slots(after.replicas, lambda me: move(me, first[me.slot], after, after.slots))
     for kind in ("master", "exp_avg", "exp_avg_sq"):
-        expected = gather(before.owners, {s: getattr(st.owned, kind) for s, st in first.items()}, lines)
+        expected = gather(before.owners, {s: st.owned.kinds[kind] for s, st in first.items()}, lines)
         for layout, part in ((after.owners, "owned"), (after.mirrors, "mirrored")):
-            found = gather(layout, {s: getattr(getattr(st, part), kind) for s, st in moved.items()}, lines)
+            found = gather(layout, {s: getattr(st, part).kinds[kind] for s, st in moved.items()}, lines)
             assert all(torch.equal(found[name], expected[name]) for name in expected), (kind, part)
     model = whole_model(lines)
     for slot, state in moved.items():

@@ -1,7 +1,8 @@
-"""AdamW on shards: equal to torch's on the whole tensor, and the same bits whatever the cut."""
+"""Updates of shards: equal to torch's on the whole tensor, and the same bits whatever the cut."""
 
 from __future__ import annotations
 
+import dataclasses
 import itertools
 import math
 from collections.abc import Iterator, Sequence
@@ -12,12 +13,13 @@ from hypothesis import given
 from hypothesis import strategies as st
 from torch.optim.adamw import adamw
 
-from nep.parallel.optimizer import OptimizerConfig, apply_adamw
+from nep.parallel.optimizer import OptimizerConfig, apply_update
 from nep.parallel.state import OptimizerShard
 from nep.planning.layout import Interval, Layout, Line, LineKind, Lines
 
 CONFIG = OptimizerConfig(lr=1e-2, weight_decay=0.3)
-KINDS = ("master", "exp_avg", "exp_avg_sq")
+SGD = dataclasses.replace(CONFIG, algorithm="sgd", momentum=0.8)
+PLAIN_SGD = dataclasses.replace(SGD, momentum=0.0)
 
 
 def make_lines(num_units: int, unit_shape: tuple[int, ...]) -> Lines:
@@ -36,12 +38,14 @@ def make_lines(num_units: int, unit_shape: tuple[int, ...]) -> Lines:
     }
 
 
-def make_shards(lines: Lines, cuts: Sequence[Interval], dtype: torch.dtype) -> list[OptimizerShard]:
+def make_shards(
+    lines: Lines, cuts: Sequence[Interval], dtype: torch.dtype, config: OptimizerConfig = CONFIG
+) -> list[OptimizerShard]:
     """One shard (slot) for each interval of the matrix; the first has the norm as well."""
     layout = Layout(
         {"matrix": {slot: (cut,) for slot, cut in enumerate(cuts)}, "norm": {0: ((0, 1),)}},
     )
-    return [OptimizerShard.empty(layout, slot, lines, dtype) for slot in range(len(cuts))]
+    return [OptimizerShard.empty(layout, slot, lines, dtype, config.moments) for slot in range(len(cuts))]
 
 
 def fill(shards: Sequence[OptimizerShard], kind: str, whole: dict[str, torch.Tensor]) -> None:
@@ -49,11 +53,12 @@ def fill(shards: Sequence[OptimizerShard], kind: str, whole: dict[str, torch.Ten
     for shard in shards:
         for name in whole:
             for lo, hi in shard.layout.intervals(name, shard.slot):
-                getattr(shard, kind)[name].copy_(whole[name][lo:hi])
+                tensors = shard.grad_sum if kind == "grad_sum" else shard.kinds[kind]
+                tensors[name].copy_(whole[name][lo:hi])
 
 
 def join(shards: Sequence[OptimizerShard], kind: str, name: str) -> torch.Tensor:
-    return torch.cat([getattr(shard, kind)[name] for shard in shards])
+    return torch.cat([shard.kinds[kind][name] for shard in shards])
 
 
 def random_values(lines: Lines, dtype: torch.dtype, seed: int) -> Iterator[dict[str, torch.Tensor]]:
@@ -68,9 +73,15 @@ def random_values(lines: Lines, dtype: torch.dtype, seed: int) -> Iterator[dict[
         yield {name: (normal(line) * torch.exp(4 * normal(line) - 3)).to(dtype) for name, line in lines.items()}
 
 
-def update(shards: Sequence[OptimizerShard], lines: Lines, gradients: dict[str, torch.Tensor], number: int) -> None:
+def update(
+    shards: Sequence[OptimizerShard],
+    lines: Lines,
+    gradients: dict[str, torch.Tensor],
+    number: int,
+    config: OptimizerConfig = CONFIG,
+) -> None:
     fill(shards, "grad_sum", gradients)
-    apply_adamw(shards, lines, CONFIG, lr=CONFIG.learning_rate(number, 20), update=number, scale=0.37)
+    apply_update(shards, lines, config, lr=config.learning_rate(number, 20), update=number, scale=0.37)
 
 
 @pytest.mark.parametrize(("dtype", "tolerance"), [(torch.float32, 3e-7), (torch.float64, 1e-15)])
@@ -82,7 +93,8 @@ def test_equals_torch_adamw_on_the_whole_tensor(dtype: torch.dtype, tolerance: f
     fill(shards, "master", weights)
     # What torch.optim.AdamW calls, in another of its implementations (neither fused nor foreach), in float64.
     expected = {
-        kind: {name: torch.zeros(line.shape, dtype=torch.float64) for name, line in lines.items()} for kind in KINDS
+        kind: {name: torch.zeros(line.shape, dtype=torch.float64) for name, line in lines.items()}
+        for kind in ("master", *CONFIG.moments)
     }
     for name, weight in weights.items():
         expected["master"][name].copy_(weight)
@@ -107,10 +119,41 @@ def test_equals_torch_adamw_on_the_whole_tensor(dtype: torch.dtype, tolerance: f
                 eps=CONFIG.eps,
                 maximize=False,
             )
-            for kind in KINDS:
+            for kind in expected:
                 whole = expected[kind][name]
                 error = (join(shards, kind, name).double() - whole).abs().max()
                 assert error <= tolerance * number * whole.abs().max(), (name, kind, number)
+
+
+@pytest.mark.parametrize("config", [SGD, PLAIN_SGD], ids=["momentum", "plain"])
+@pytest.mark.parametrize(("dtype", "tolerance"), [(torch.float32, 3e-7), (torch.float64, 1e-15)])
+def test_equals_torch_sgd_on_the_whole_tensor(config: OptimizerConfig, dtype: torch.dtype, tolerance: float) -> None:
+    lines = make_lines(13, (3, 5))
+    values = random_values(lines, dtype, 1)
+    weights = next(values)
+    shards = make_shards(lines, [(0, 4), (4, 5), (5, 13)], dtype, config)
+    assert [len(shard.kinds) for shard in shards] == [1 + bool(config.momentum)] * 3
+    fill(shards, "master", weights)
+    expected = {name: weight.double() for name, weight in weights.items()}
+    optimizers = {
+        name: torch.optim.SGD(
+            [expected[name]],
+            momentum=config.momentum,
+            weight_decay=config.weight_decay if line.weight_decay else 0.0,
+            foreach=False,
+            fused=False,
+        )
+        for name, line in lines.items()
+    }
+    for number in range(1, 9):
+        gradients = next(values)
+        update(shards, lines, gradients, number, config)
+        for name in lines:
+            expected[name].grad = gradients[name].double() * 0.37
+            optimizers[name].param_groups[0]["lr"] = config.learning_rate(number, 20)
+            optimizers[name].step()
+            error = (join(shards, "master", name).double() - expected[name]).abs().max()
+            assert error <= tolerance * number * expected[name].abs().max(), (name, number)
 
 
 def test_a_shard_without_units_and_one_without_decay_are_fine() -> None:
@@ -120,7 +163,7 @@ def test_a_shard_without_units_and_one_without_decay_are_fine() -> None:
     for shard in shards:
         for tensor in shard.grad_sum.values():
             tensor.fill_(1.0)
-    apply_adamw(shards, lines, CONFIG, lr=0.1, update=1, scale=1.0)
+    apply_update(shards, lines, CONFIG, lr=0.1, update=1, scale=1.0)
     assert all(tensor.numel() == 0 for tensor in shards[0].master.values())
     # From zero weights and moments the first update is lr in the direction against the gradient.
     assert torch.allclose(shards[1].master["matrix"], torch.tensor(-0.1))
@@ -133,15 +176,21 @@ def test_a_shard_without_units_and_one_without_decay_are_fine() -> None:
     unit_shape=st.sampled_from([(1,), (3,), (5, 7), (16,), (2, 31), (97,)]),
     dtype=st.sampled_from([torch.float32, torch.float64]),
     threads=st.sampled_from([1, 3]),
+    config=st.sampled_from([CONFIG, SGD, PLAIN_SGD]),
 )
 def test_owner_and_mirror_keep_equal_bits_whatever_their_cuts(
-    data: st.DataObject, num_units: int, unit_shape: tuple[int, ...], dtype: torch.dtype, threads: int
+    data: st.DataObject,
+    num_units: int,
+    unit_shape: tuple[int, ...],
+    dtype: torch.dtype,
+    threads: int,
+    config: OptimizerConfig,
 ) -> None:
     lines = make_lines(num_units, unit_shape)
     places = data.draw(st.sets(st.integers(1, num_units), max_size=6), label="cuts")
     ends = sorted({0, num_units, *places})
-    cut = make_shards(lines, list(itertools.pairwise(ends)), dtype)
-    uncut = make_shards(lines, [(0, num_units)], dtype)
+    cut = make_shards(lines, list(itertools.pairwise(ends)), dtype, config)
+    uncut = make_shards(lines, [(0, num_units)], dtype, config)
     values = random_values(lines, dtype, data.draw(st.integers(0, 1000), label="seed"))
     weights = next(values)
     before = torch.get_num_threads()
@@ -152,10 +201,10 @@ def test_owner_and_mirror_keep_equal_bits_whatever_their_cuts(
         for number in range(1, 4):
             gradients = next(values)
             for shards in (cut, uncut):
-                update(shards, lines, gradients, number)
+                update(shards, lines, gradients, number, config)
     finally:
         torch.set_num_threads(before)
-    for kind in KINDS:
+    for kind in cut[0].kinds:
         for name in lines:
             assert torch.equal(join(cut, kind, name), join(uncut, kind, name)), (kind, name)
 

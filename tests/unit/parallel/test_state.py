@@ -52,7 +52,7 @@ def test_parameters_are_the_rounded_master_weights_and_mirrors_the_same_bits(dty
     assert not any(
         tensor.any()
         for state in states.values()
-        for tensor in (*state.owned.exp_avg.values(), *state.owned.exp_avg_sq.values())
+        for tensor in (*state.owned.moments["exp_avg"].values(), *state.owned.moments["exp_avg_sq"].values())
     )
 
 

@@ -54,7 +54,7 @@ WRONG: dict[str, tuple[dict[str, Any], str]] = {
     "timeout_base_s without end": ({"timeout_base_s": math.inf}, "timeout_base_s (inf)"),
     "aux_loss_coefficient": ({"aux_losses": AuxLosses(balance=-1.0)}, "aux_loss_coefficient (-1.0)"),
     "backend": ({"backend": "nccl"}, "'nccl'"),
-    "redundancy": ({"redundancy": "host"}, "'host'"),
+    "optimizer's algorithm": ({"optimizer": OptimizerConfig(algorithm="adam")}, "algorithm ('adam')"),  # type: ignore[arg-type]
     "optimizer": ({"optimizer": OptimizerConfig(lr=-1.0)}, "lr (-1.0)"),
     "a failure of no slot": ({"failures": (Failure(slot=4, step=1),)}, "4@1:kill@forward"),
     "a failure in no step": ({"failures": (Failure(slot=0, step=61),)}, "0@61:kill@forward"),
@@ -76,14 +76,13 @@ def test_all_problems_come_in_one_error(run_dir: Path, tmp_path: Path) -> None:
         steps=0,
         micro_batch_size=0,
         backend="nccl",
-        redundancy="host",
         aux_losses=AuxLosses(balance=-0.5),
         optimizer=OptimizerConfig(lr=0.0, clip_norm=-1.0),
         json=tmp_path / "missing" / "train.json",
         failures=(Failure(slot=9, step=1), Failure(slot=0, step=7)),
     )
     expected = (
-        "steps (0)", "micro_batch_size (0)", "'nccl'", "'host'", "aux_loss_coefficient (-0.5)", "lr (0.0)",
+        "steps (0)", "micro_batch_size (0)", "'nccl'", "aux_loss_coefficient (-0.5)", "lr (0.0)",
         "clip_norm (-1.0)", "json (", "slot 9 does not exist", "step 7",
     )  # fmt: skip
     assert [named for named in expected if named not in text] == []

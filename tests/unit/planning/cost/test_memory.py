@@ -64,8 +64,8 @@ def test_state_is_what_a_slot_allocates(dtype: torch.dtype, width: int) -> None:
         assert tuple(kinds) == KINDS
         assert kinds["parameters"] == _size(state.params)
         owned, mirrored = state.owned, state.mirrored
-        assert kinds["state"] == _size(owned.master) + _size(owned.exp_avg) + _size(owned.exp_avg_sq)
-        assert kinds["mirrors"] == _size(mirrored.master) + _size(mirrored.exp_avg) + _size(mirrored.exp_avg_sq)
+        assert kinds["state"] == _size(owned.master) + sum(map(_size, owned.moments.values()))
+        assert kinds["mirrors"] == _size(mirrored.master) + sum(map(_size, mirrored.moments.values()))
         sums = _size(owned.grad_sum) + _size(mirrored.grad_sum)
         assert kinds["gradients"] == _size(allocate(plan.holders, slot, LINES, wide)) + sums
 
