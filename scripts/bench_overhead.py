@@ -306,10 +306,8 @@ def _picture(options: OverheadOptions, result: dict[str, Any]) -> str:
             f"{result['predicted_s'][kind]:.3f}",
         )
     table.add_row("plain PyTorch", "1", "", f"{result['seconds'][PEER]:.3f}", "")
-    return (
-        rendered(table, 100)
-        + f"\na vote alone takes {result['vote_s'] * 1e3:.2f} ms; losses differ by {result['loss_difference']:.1e} at most"
-    )
+    vote = f"a vote alone takes {result['vote_s'] * 1e3:.2f} ms"
+    return f"{rendered(table, 100)}\n{vote}; losses differ by {result['loss_difference']:.1e} at most"
 
 
 if __name__ == "__main__":
