@@ -6,9 +6,11 @@ loads count as equal. `nep.planning.search.make` plans with both.
 
 from collections.abc import Collection
 from dataclasses import replace
+from functools import partial
 from typing import get_args
 
 from nep.planning.cluster import Cluster
+from nep.planning.degrees import Degrees
 from nep.planning.holding.assembly import ExpertAxes, assemble, hold_experts
 from nep.planning.holding.lanes import form_lanes, hold_dense, make_lanes
 from nep.planning.holding.mirrors import place_mirrors
@@ -28,6 +30,7 @@ def plan_from_scratch(
     global_batch_size: int,
     redundancy: Redundancy = "device",
     lane_slots: int = 1,
+    degrees: Degrees | None = None,
 ) -> Plan:
     """Plans a job for the healthy slots of a cluster, with mirrors if redundancy asks for them.
 
@@ -41,6 +44,7 @@ def plan_from_scratch(
         global_batch_size: sequences of a step, shared out by speed.
         redundancy: where owners are mirrored.
         lane_slots: most slots of a lane (tensor parallelism).
+        degrees: cut replicas, lanes and experts just so; `num_replicas` and `lane_slots` are theirs then.
 
     Raises:
         ValueError: with everything that is wrong.
@@ -65,12 +69,25 @@ def plan_from_scratch(
     if errors:
         raise ValueError("; ".join(errors))
     nodes = {slot.index: slot.node for slot in cluster.slots}
-    choices = replica_choices(slots, nodes, num_replicas)
-    replicas = choices[0] if is_even(choices[0]) else choices[-1]
+    if degrees is None:
+        choices = replica_choices(slots, nodes, num_replicas)
+        replicas = choices[0] if is_even(choices[0]) else choices[-1]
+    else:
+        replicas, lane_slots = degrees.replicas(slots), degrees.tp
+        # Lanes may cross nodes if that is what was asked for.
+        nodes = dict.fromkeys(nodes, 0)
     lanes = make_lanes(form_lanes(replicas, lane_slots, nodes), cluster.speeds_ppm, global_batch_size)
     cuts = hold_dense(lanes, cluster.speeds_ppm, lines)
     experts = ExpertAxes.of(lines)
-    if experts is not None:
+    if experts is not None and degrees is not None:
+        cut = partial(
+            degrees.cut_experts,
+            speeds_ppm=cluster.speeds_ppm,
+            num_experts=experts.num_experts,
+            units_per_expert=experts.units_per_expert,
+        )
+        cuts |= hold_experts(experts, replicas, [[cut(replica)] * len(experts.names) for replica in replicas])
+    elif experts is not None:
         scratch = CutsFromScratch(Prices.unknown(experts, cluster.speeds_ppm))
         cuts |= hold_experts(experts, replicas, [scratch.deal(replica) for replica in replicas])
     return assemble(replicas=replicas, lanes=lanes, cuts=cuts, cluster=cluster, lines=lines, redundancy=redundancy)

@@ -15,6 +15,7 @@ from nep.moe.aux_losses import AuxLosses
 from nep.moe.backends import choose_backend
 from nep.parallel.optimizer import OptimizerConfig
 from nep.planning.cluster import Cluster
+from nep.planning.degrees import Degrees
 from nep.planning.layout import Lines
 from nep.planning.plan import Plan
 from nep.planning.planner import plan_from_scratch
@@ -50,6 +51,7 @@ class TrainConfig:
         failures: to inject, see `Failure`.
         run_dir: folder for logs and job.json.
         loads_out, save_params, json: files to write at the end, each optional.
+        degrees: to cut replicas, lanes and experts just so; `replicas` and `tp` are theirs then. None: the planner's.
         plan: to begin with; then replicas, lanes and redundancy are the plan's. None: plan for equal slots.
         plan_changes: committed step -> the plan to go on with, without a restart.
     """
@@ -74,6 +76,7 @@ class TrainConfig:
     loads_out: Path | None = None
     save_params: Path | None = None
     json: Path | None = None
+    degrees: Degrees | None = None
     plan: Plan | None = field(default=None, repr=False)
     plan_changes: Mapping[int, Plan] = field(default_factory=dict, repr=False)
 
@@ -97,6 +100,7 @@ class TrainConfig:
             global_batch_size=self.global_batch_size,
             redundancy=self.redundancy,
             lane_slots=self.tp,
+            degrees=self.degrees,
         )
 
     def moe_backend_for(self, shape: ModelShape) -> tuple[str, str]:
@@ -164,7 +168,15 @@ class TrainConfig:
             for name in ("steps", "replicas", "tp", "global_batch_size", "micro_batch_size", "seq_len")
             if getattr(self, name) < 1
         ]
-        if self.plan is not None:
+        if self.degrees is not None:
+            if num_slots % self.degrees.replica_slots:
+                problems.append(
+                    f"degrees ({self.degrees}) need {self.degrees.replica_slots} processes for each replica, and there "
+                    f"are {num_slots}; start a multiple, or leave --degrees out"
+                )
+            if self.plan is not None:
+                problems.append("degrees and plan exclude each other; the plan has its own, leave --degrees out")
+        elif self.plan is not None:
             pass  # its replicas and lanes are checked with it
         elif self.replicas > num_slots:
             problems.append(

@@ -28,6 +28,7 @@ from nep.fault_tolerance.timeline import Recovery
 from nep.moe.aux_losses import AuxLosses
 from nep.parallel.optimizer import OptimizerConfig
 from nep.planning.cluster import Cluster
+from nep.planning.degrees import Degrees
 from nep.planning.plan import Plan
 from nep.planning.shapes import ModelShape, parameter_lines, preset
 from nep.report.layouts import layout_picture
@@ -63,6 +64,8 @@ class Options:
     """Data-parallel copies of the model; the processes are divided among them."""
     tp: int = 1
     """Most slots of a lane (tensor parallelism); lanes need not be equally wide."""
+    degrees: str | None = None
+    """Cut replicas just so: EP8, EP4xETP2, TP2xEP4, TP8 and the like; by default the planner chooses."""
     global_batch_size: int = 16
     """Sequences of one step, over all replicas."""
     micro_batch_size: int = 4
@@ -182,10 +185,17 @@ def _checked(options: Options, num_slots: int) -> _Request:
     """Everything that can be wrong is found here, before any process is started."""
     shape = preset(options.model)
     plan = None if options.plan is None else read_plan(options.plan)
+    degrees = None if options.degrees is None else Degrees.parse(options.degrees)
+    replicas, tp = options.replicas, options.tp
+    if degrees is not None:
+        replicas, tp = max(1, num_slots // degrees.replica_slots), degrees.tp
+    elif plan is not None:
+        replicas, tp = len(plan.replicas), max(len(lane.slots) for lane in plan.lanes)
     config = TrainConfig(
         steps=options.steps,
-        replicas=options.replicas if plan is None else len(plan.replicas),
-        tp=options.tp if plan is None else max(len(lane.slots) for lane in plan.lanes),
+        replicas=replicas,
+        tp=tp,
+        degrees=degrees,
         global_batch_size=options.global_batch_size,
         micro_batch_size=options.micro_batch_size,
         seq_len=options.seq_len,

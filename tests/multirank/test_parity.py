@@ -12,6 +12,7 @@ import torch
 from models.mixtral import build
 from nep.parallel.optimizer import OptimizerConfig
 from nep.planning.cluster import Cluster
+from nep.planning.degrees import Degrees
 from nep.planning.plan import Plan
 from nep.planning.planner import plan_after_failure, plan_from_scratch, plan_mirrors
 from nep.planning.shapes import ModelShape, parameter_lines
@@ -162,6 +163,17 @@ def test_any_cut_trains_like_one_process(name: str) -> None:
     run = train_in_threads(recipe(TEN_HEADS), [Phase(plan=plan, steps=STEPS)])
     assert_parity(run, TEN_HEADS)
     assert_one_order(run, [plan])
+
+
+@pytest.mark.parametrize("text", ["EP8", "EP4xETP2", "TP2xEP4", "TP8", "TP2xEP2xETP2"])
+def test_pinned_degrees_train_like_one_process_before_and_after_a_loss(text: str) -> None:
+    degrees, shape = Degrees.parse(text), dataclasses.replace(EIGHT_EXPERTS, num_heads=8, num_kv_heads=2, head_dim=2)
+    lines, cluster = parameter_lines(shape), Cluster.uniform(8, 8)
+    first = plan_from_scratch(cluster, lines, num_replicas=1, global_batch_size=BATCH, degrees=degrees)
+    assert {len(lane.slots) for lane in first.lanes} == {degrees.tp}
+    second = plan_after_failure(first, cluster.fail([5]), lines)
+    run = train_in_threads(recipe(shape), [Phase(plan=first, steps=3), Phase(plan=second, steps=3)])
+    assert_parity(run, shape)
 
 
 @pytest.mark.parametrize("momentum", [0.9, 0.0])
