@@ -31,6 +31,11 @@ class Timeouts:
         return 3 * self.base_s
 
     @property
+    def start_s(self) -> float:
+        """Until every trainer of a new job has come up: imports, slow nodes."""
+        return 10 * self.base_s
+
+    @property
     def agree_s(self) -> float:
         """Until every member of a generation has posted its record or is confirmed dead."""
         return 4 * self.base_s

@@ -72,6 +72,11 @@ def end_key() -> str:
     return "end"
 
 
+def arrived_key(slot: int) -> str:
+    """Present: the first trainer of `slot` is ready for generation 1."""
+    return f"arrived/{slot}"
+
+
 def injected_key(fault_id: int | str) -> str:
     """Present: this injected failure has fired (a replayed step must not fire it again)."""
     return f"injected/{fault_id}"

@@ -10,6 +10,7 @@ import sys
 import time
 from collections.abc import Collection
 from pathlib import Path
+from typing import Any, TextIO
 
 _PR_SET_PDEATHSIG = 1  # linux/prctl.h
 _PR_SET_CHILD_SUBREAPER = 36
@@ -36,6 +37,42 @@ def set_parent_death_signal(signum: int) -> None:
 def become_subreaper() -> None:
     """Make this process adopt its orphaned descendants (instead of init), so that none of them is lost."""
     _prctl(_PR_SET_CHILD_SUBREAPER, 1)
+
+
+class LastingStream:
+    """A text stream whose reader may leave: what nobody reads any more is dropped, and the process goes on.
+
+    Args:
+        stream: one with a file descriptor, such as `sys.stdout`.
+    """
+
+    def __init__(self, stream: TextIO) -> None:
+        self._stream = stream
+
+    def write(self, text: str) -> int:
+        """As the stream does; never fails."""
+        try:
+            return self._stream.write(text)
+        except (OSError, ValueError):
+            self._drop()
+            return len(text)
+
+    def flush(self) -> None:
+        """As the stream does; never fails."""
+        try:
+            self._stream.flush()
+        except (OSError, ValueError):
+            self._drop()
+
+    def _drop(self) -> None:
+        with contextlib.suppress(OSError, ValueError):
+            nowhere = os.open(os.devnull, os.O_WRONLY)
+            os.dup2(nowhere, self._stream.fileno())
+            os.close(nowhere)
+            self._stream.flush()  # what is buffered since then
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._stream, name)
 
 
 def num_threads() -> int:

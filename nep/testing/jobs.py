@@ -51,6 +51,7 @@ def run_job(
     *,
     launcher: str = "fast",
     timeout_s: float = 100.0,
+    script: Path = REPOSITORY / "scripts" / "train.py",
 ) -> JobOutcome:
     """Run scripts/train.py on this machine and collect what it left.
 
@@ -60,17 +61,17 @@ def run_job(
         folder: for the run's files, empty or fresh.
         launcher: `alone` (one process), `fast` (nep.testing.launch) or `torchrun`.
         timeout_s: the job is killed after it.
+        script: to run in place of scripts/train.py, with the same options.
     """
     folder.mkdir(parents=True, exist_ok=True)
-    script = str(REPOSITORY / "scripts" / "train.py")
     if launcher == "alone":
-        command = [sys.executable, script]
+        command = [sys.executable, str(script)]
     elif launcher == "fast":
         command = [sys.executable, "-m", "nep.testing.launch", "--nproc-per-node", str(num_slots)]
-        command += ["--timeout", str(timeout_s), "--", script]
+        command += ["--timeout", str(timeout_s), "--", str(script)]
     else:
         command = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node"]
-        command += [str(num_slots), script]
+        command += [str(num_slots), str(script)]
     result_path, params_path = folder / "train.json", folder / "params.safetensors"
     command += [*arguments, "--json", str(result_path), "--save-params", str(params_path)]
     command += ["--run-dir", str(folder / "runs")]

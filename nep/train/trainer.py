@@ -15,6 +15,7 @@ from nep.distributed.collectives import all_gather_bytes
 from nep.distributed.groups import create_device
 from nep.distributed.timeouts import Timeouts
 from nep.distributed.waiting import Fault
+from nep.fault_tolerance.arrival import wait_for_everybody
 from nep.fault_tolerance.change import change_layout
 from nep.fault_tolerance.commit import commit_step, settle
 from nep.fault_tolerance.connections import Connections
@@ -128,6 +129,7 @@ class Trainer:
         store = job.connect()
         plan, members = self._found(job, store)
         self._prepare(job, store, plan)
+        wait_for_everybody(store, job.slot, job.num_slots, self.run_state.recipe.timeouts.start_s, self._remind)
         try:
             self._live(plan, members)
             return 0
@@ -223,6 +225,12 @@ class Trainer:
     def _announce(self, line: str) -> None:
         log.warning("%s", line)
         print(f"slot {self.run_state.slot}: {line}", flush=True)
+
+    def _remind(self, line: str) -> None:
+        """Once for the job, and in every slot's log."""
+        log.warning("%s", line)
+        if self.reports:
+            print(line, flush=True)
 
     def _begin(self, reason: str) -> None:
         """A new generation stands: build the model for its plan."""

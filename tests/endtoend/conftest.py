@@ -9,11 +9,12 @@ import pytest
 import torch
 
 from nep.planning.shapes import preset
-from nep.testing.jobs import JobOutcome, reference_job, run_job
+from nep.testing.jobs import REPOSITORY, JobOutcome, reference_job, run_job
 from nep.testing.reference import ReferenceHyper
 from nep.train.data import TextCorpus
 
 STEPS, SEQ_LEN, BATCH, LR, WARMUP = 6, 16, 8, 3e-3, 2
+TRAIN = REPOSITORY / "scripts" / "train.py"
 LOSS_TOLERANCE, TENSOR_TOLERANCE = 1e-12, 1e-11
 
 
@@ -30,12 +31,22 @@ class SmallJob:
     losses: list[float]
     params: dict[str, torch.Tensor]
 
+    def common(self) -> list[str]:
+        """Options of every job."""
+        options = f"--dtype float64 --steps {STEPS} --seq-len {SEQ_LEN} --global-batch-size {BATCH} --lr {LR}"
+        options += f" --micro-batch-size 2 --warmup-steps {WARMUP} --validation-sequences 2 --data {self.data}"
+        return options.split()
+
     def run(
-        self, num_slots: int, *arguments: str, folder: Path, launcher: str = "fast", check: bool = True
+        self,
+        num_slots: int,
+        *arguments: str,
+        folder: Path,
+        launcher: str = "fast",
+        check: bool = True,
+        script: Path = TRAIN,
     ) -> JobOutcome:
-        common = f"--dtype float64 --steps {STEPS} --seq-len {SEQ_LEN} --global-batch-size {BATCH} --lr {LR}"
-        common += f" --micro-batch-size 2 --warmup-steps {WARMUP} --validation-sequences 2 --data {self.data}"
-        outcome = run_job(num_slots, [*common.split(), *arguments], folder, launcher=launcher)
+        outcome = run_job(num_slots, [*self.common(), *arguments], folder, launcher=launcher, script=script)
         if check:
             assert outcome.returncode == 0, outcome.output
             self.check(outcome)

@@ -2,9 +2,15 @@
 
 from __future__ import annotations
 
+import json
+import os
+import subprocess
+import sys
+import textwrap
 from pathlib import Path
 
-from tests.endtoend.conftest import LOSS_TOLERANCE, TENSOR_TOLERANCE, SmallJob
+from nep.testing.jobs import REPOSITORY
+from tests.endtoend.conftest import LOSS_TOLERANCE, TENSOR_TOLERANCE, TRAIN, SmallJob
 from tests.endtoend.test_random_kills import pairs_to_spare
 
 
@@ -51,3 +57,37 @@ def test_sgd_goes_on_after_a_kill(small_job: SmallJob, tmp_path: Path) -> None:
     assert alone.params is not None and killed.params is not None
     for name, expected in alone.params.items():
         assert (killed.params[name] - expected).abs().max() <= TENSOR_TOLERANCE * expected.abs().max(), name
+
+
+def test_a_slot_that_comes_up_late_is_waited_for(small_job: SmallJob, tmp_path: Path) -> None:
+    """Later than building groups and their first use may take together."""
+    script = tmp_path / "late.py"
+    script.write_text(
+        textwrap.dedent(
+            f"""
+            import os, runpy, time
+            time.sleep(4.0 if os.environ["RANK"] == "1" else 0.0)
+            runpy.run_path({str(TRAIN)!r}, run_name="__main__")
+            """
+        )
+    )
+    outcome = small_job.run(3, "--timeout-base-s", "0.5", folder=tmp_path / "job", script=script)
+    assert outcome.result is not None
+    assert outcome.result["live_slots"] == [0, 1, 2] and not outcome.result["recovery_s"]
+
+
+def test_a_job_outlives_the_reader_of_its_output(small_job: SmallJob, tmp_path: Path) -> None:
+    result = tmp_path / "train.json"
+    command = [sys.executable, "-m", "nep.testing.launch", "--nproc-per-node", "2", "--timeout", "60", "--", str(TRAIN)]
+    command += [*small_job.common(), "--json", str(result), "--run-dir", str(tmp_path / "runs")]
+    job = subprocess.Popen(
+        command,
+        cwd=REPOSITORY,
+        stdout=subprocess.PIPE,
+        stderr=subprocess.STDOUT,
+        env={**os.environ, "OMP_NUM_THREADS": "1"},
+    )
+    assert job.stdout is not None
+    job.stdout.close()
+    assert job.wait(timeout=80) == 0
+    assert json.loads(result.read_text())["lost_steps"] == 0

@@ -19,6 +19,8 @@ def test_the_larger_ones_contain_the_smaller_ones(base_s: float) -> None:
     assert found.wait_s < found.agree_s
     # A parked operation ends by itself, but not while somebody may still wait for it.
     assert max(found.wait_s, found.first_step_s, found.agree_s, found.rebuild_s) < found.group_s
+    # Whoever comes up late is waited for longer than the groups that it is late for.
+    assert found.rebuild_s + found.first_step_s < found.start_s
     # The store must not give up on a rendezvous before the slot does.
     assert found.rebuild_s <= found.store_s
 

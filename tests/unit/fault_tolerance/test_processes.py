@@ -102,3 +102,20 @@ def test_the_parent_death_signal_arrives() -> None:
 @pytest.mark.parametrize(("number", "name"), [(9, "SIGKILL"), (11, "SIGSEGV"), (40, "signal 40")])
 def test_signal_name(number: int, name: str) -> None:
     assert processes.signal_name(number) == name
+
+
+def test_a_stream_without_a_reader_takes_everything() -> None:
+    output = run(
+        """
+        reading, writing = os.pipe()
+        stream = processes.LastingStream(os.fdopen(writing, "w", buffering=16))
+        stream.write("heard\\n")
+        stream.flush()
+        os.close(reading)
+        for _ in range(100):
+            stream.write("said to nobody" * 50)
+            stream.flush()
+        print(stream.fileno() == writing, stream.isatty())
+        """
+    )
+    assert output == "True False"
