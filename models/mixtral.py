@@ -1,9 +1,10 @@
-"""Mixtral (arXiv 2401.04088): a decoder with grouped-query attention and a mixture of experts in every layer.
+"""A decoder with grouped-query attention and a mixture of experts: Mixtral (arXiv 2401.04088), or with the parts that
+DeepSeek and Qwen add (shared and many small experts, dense first layers, other ways to route).
 
 Single-device code with unit-major parameters; what is spread over slots is changed from outside.
 
 Shapes: b sequences, t positions (flattened: tokens of the lane), s tokens of this slot, d hidden size, h query heads,
-g key-value heads, c head_dim, v vocabulary, l layers, e experts.
+g key-value heads, c head_dim, v vocabulary, l layers with experts, e experts.
 """
 
 from collections.abc import Mapping, Sequence
@@ -14,12 +15,16 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from nep.moe.attention import grouped_attention, head_runs
-from nep.moe.aux_losses import AuxLosses, router_losses
+from nep.moe.aux_losses import AuxLosses, CountSources, SumCounts, router_losses
 from nep.moe.experts import Experts, expert_slices
+from nep.moe.feed_forward import FeedForward, SharedExperts
 from nep.moe.lane import Lane, SingleSlotLane
 from nep.moe.layer import MoE
 from nep.moe.loss import Criterion, TokenLoss, cross_entropy_sum
+from nep.moe.positions import Positions, positions_of, rotate
+from nep.moe.recompute import run_local
 from nep.moe.router import TopKRouter
+from nep.moe.routing_state import RoutingState
 from nep.planning.shapes import Line, ModelShape, parameter_lines
 
 
@@ -37,24 +42,6 @@ class DecoderOutput(NamedTuple):
     loss: TokenLoss | None
     num_tokens_per_expert_le: Tensor
     aux_loss: Tensor | None = None
-
-
-class Positions(NamedTuple):
-    """What attention needs to know about positions; built once per forward and shared by the layers.
-
-    Attributes:
-        cos_tc: Cosines of the rotary angles, [t, 1, c].
-        sin_tc: Sines, negated in the first half, [t, 1, c].
-        mask_tt: Added to the scores; None where plain causal attention is meant.
-        batch: Sequences and their length: what the tokens of a lane are.
-        sequence_s: Which sequence each of this slot's tokens is of.
-    """
-
-    cos_tc: Tensor
-    sin_tc: Tensor
-    mask_tt: Tensor | None
-    batch: tuple[int, int]
-    sequence_s: Tensor
 
 
 class RMSNorm(nn.Module):
@@ -124,8 +111,8 @@ class Attention(nn.Module):
     def forward(self, x_td: Tensor, positions: Positions) -> Tensor:
         """Mixes the tokens of each sequence; the sum over the heads that are here."""
         x_btd = x_td.view(*positions.batch, x_td.size(1))
-        q_bthc = _rotate(_project(x_btd, self.wq), positions)
-        k_btgc = _rotate(_project(x_btd, self.wk), positions)
+        q_bthc = rotate(_project(x_btd, self.wq), positions)
+        k_btgc = rotate(_project(x_btd, self.wk), positions)
         v_btgc = _project(x_btd, self.wv)
         o_bhtc = grouped_attention(
             q_bthc.transpose(1, 2), k_btgc.transpose(1, 2), v_btgc.transpose(1, 2), self.runs, positions.mask_tt
@@ -139,60 +126,114 @@ def _project(x_btd: Tensor, weight_hcd: Tensor) -> Tensor:
     return F.linear(x_btd, weight_hcd.flatten(0, 1)).view(batch_size, seq_len, *weight_hcd.shape[:2])
 
 
-def _rotate(x_bthc: Tensor, positions: Positions) -> Tensor:
-    """Turns channels i and i + c/2 by their angle; with the sign in the sine, one roll swaps the two."""
-    swapped = x_bthc.roll(x_bthc.size(-1) // 2, dims=-1)
-    return torch.addcmul(x_bthc * positions.cos_tc, swapped, positions.sin_tc)
+class LayerOutput(NamedTuple):
+    """What a layer returns; the tokens first, see `MixtralModel.blocks`.
+
+    Attributes:
+        x_sd: The residual stream.
+        num_tokens_per_expert_e: int64; None in a dense layer.
+        aux: This slot's part of the auxiliary losses; None if there are none.
+    """
+
+    x_sd: Tensor
+    num_tokens_per_expert_e: Tensor | None
+    aux: Tensor | None
 
 
-class DecoderLayer(nn.Module):
-    """Attention, then experts, each on the norm of the residual stream and added to it.
+class AttentionBlock(nn.Module):
+    """Attention on the norm of the residual stream, added to it; subclasses go on from there.
 
     Attributes:
         lane: Replace the attribute to share the tokens with other slots.
+        recompute: Run attention, between the lane's collectives, again in backward.
+    """
+
+    def __init__(self, shape: ModelShape, *, dtype: torch.dtype, device: torch.device | str) -> None:
+        super().__init__()
+        self.attention_norm = RMSNorm(shape.hidden_size, shape.norm_eps, dtype=dtype, device=device)
+        self.attention = Attention(shape, dtype=dtype, device=device)
+        self.lane: Lane = SingleSlotLane()
+        self.recompute = False
+
+    def attend(self, x_sd: Tensor, positions: Positions) -> Tensor:
+        """The residual stream after attention; all slots of the lane call it."""
+        gathered_td = self.lane.gather(self.attention_norm(x_sd), positions.num_tokens)
+        partial_td = run_local(self.attention, gathered_td, positions, recompute=self.recompute)
+        return x_sd + self.lane.reduce_scatter(partial_td)
+
+
+class DenseLayer(AttentionBlock):
+    """Attention, then a feed-forward network."""
+
+    def __init__(self, shape: ModelShape, *, dtype: torch.dtype, device: torch.device | str) -> None:
+        super().__init__(shape, dtype=dtype, device=device)
+        self.ffn_norm = RMSNorm(shape.hidden_size, shape.norm_eps, dtype=dtype, device=device)
+        self.ffn = FeedForward(shape.dense_ffn_hidden_size, shape.hidden_size, dtype=dtype, device=device)
+
+    def forward(self, x_sd: Tensor, positions: Positions) -> LayerOutput:
+        """All slots of the lane call it."""
+        x_sd = self.attend(x_sd, positions)
+        return LayerOutput(x_sd + self.ffn(self.ffn_norm(x_sd), positions.num_tokens), None, None)
+
+
+class DecoderLayer(AttentionBlock):
+    """Attention, then experts.
+
+    Attributes:
+        aux_losses: Which to compute while gradients are recorded.
+        counts: Where the counts of a balance loss come from, beside the lane.
     """
 
     def __init__(
-        self,
-        shape: ModelShape,
-        layer: int,
-        *,
-        dtype: torch.dtype,
-        device: torch.device | str,
-        moe_backend: str,
+        self, shape: ModelShape, layer: int, *, dtype: torch.dtype, device: torch.device | str, moe_backend: str
     ) -> None:
-        super().__init__()
-        num_units = shape.num_experts * shape.units_per_expert
-        self.attention_norm = RMSNorm(shape.hidden_size, shape.norm_eps, dtype=dtype, device=device)
-        self.attention = Attention(shape, dtype=dtype, device=device)
+        super().__init__(shape, dtype=dtype, device=device)
         self.moe_norm = RMSNorm(shape.hidden_size, shape.norm_eps, dtype=dtype, device=device)
-        self.moe = MoE(
-            TopKRouter(shape.num_experts, shape.hidden_size, shape.top_k, dtype=dtype, device=device),
-            Experts(
-                num_experts=shape.num_experts,
-                hidden_size=shape.hidden_size,
-                neuron_block=shape.neuron_block,
-                slices=expert_slices([(0, num_units)], shape.units_per_expert),
-                dtype=dtype,
-                device=device,
-                backend=moe_backend,
-            ),
-            axis=f"layers.{layer}.experts",
-        )
-
-        self.lane: Lane = SingleSlotLane()
+        self.moe = _moe(shape, layer, dtype, device, moe_backend)
         self.aux_losses = AuxLosses()
+        self.counts = CountSources()
 
-    def forward(self, x_sd: Tensor, positions: Positions) -> tuple[Tensor, Tensor, Tensor | None]:
-        """Returns x_sd, the layer's counts (int64 [e]) and its auxiliary losses, if any."""
-        num_sequences, seq_len = positions.batch
-        gathered_td = self.lane.gather(self.attention_norm(x_sd), num_sequences * seq_len)
-        x_sd = x_sd + self.lane.reduce_scatter(self.attention(gathered_td, positions))
-        y_sd, num_tokens_per_expert_e, routing = self.moe(self.moe_norm(x_sd))
+    def forward(self, x_sd: Tensor, positions: Positions) -> LayerOutput:
+        """All slots of the replica call it."""
+        x_sd = self.attend(x_sd, positions)
+        wanted = self.aux_losses.of_router and torch.is_grad_enabled()
+        y_sd, counts_e, routing = self.moe(self.moe_norm(x_sd), positions.num_tokens, wanted)
         aux = None
-        if self.aux_losses.any:
-            aux = router_losses(self.aux_losses, routing, positions.sequence_s, num_sequences, seq_len, self.lane.sum)
-        return x_sd + y_sd, num_tokens_per_expert_e, aux
+        if wanted:
+            sequences = positions.sequence_s, positions.batch[0]
+            aux = router_losses(self.aux_losses, routing, *sequences, self.lane.sum, self.counts)
+        return LayerOutput(x_sd + y_sd, counts_e, aux)
+
+
+def _moe(shape: ModelShape, layer: int, dtype: torch.dtype, device: torch.device | str, backend: str) -> MoE:
+    """The experts of one layer, all of them here."""
+    num_units = shape.num_experts * shape.units_per_expert
+    router = TopKRouter(
+        shape.num_experts,
+        shape.hidden_size,
+        shape.top_k,
+        scores=shape.router_scores,
+        biased=shape.router_bias,
+        normalised=shape.norm_topk,
+        scaling=shape.routed_scaling,
+        dtype=dtype,
+        device=device,
+    )
+    experts = Experts(
+        num_experts=shape.num_experts,
+        hidden_size=shape.hidden_size,
+        neuron_block=shape.neuron_block,
+        slices=expert_slices([(0, num_units)], shape.units_per_expert),
+        dtype=dtype,
+        device=device,
+        backend=backend,
+    )
+    shared = None
+    if shape.num_shared_experts:
+        shared = SharedExperts(
+            shape.num_shared_neurons, shape.hidden_size, gated=shape.shared_gate, dtype=dtype, device=device
+        )
+    return MoE(router, experts, axis=f"layers.{layer}.experts", shared=shared)
 
 
 class MixtralModel(nn.Module):
@@ -205,7 +246,7 @@ class MixtralModel(nn.Module):
         moe_backend: Name of the experts' implementation.
 
     Raises:
-        ValueError: The shape has parts that Mixtral has not.
+        ValueError: The shape has latent attention.
     """
 
     def __init__(
@@ -217,21 +258,24 @@ class MixtralModel(nn.Module):
         moe_backend: str = "loop",
     ) -> None:
         super().__init__()
-        if shape.beyond_mixtral:
+        if shape.kv_latent_size:
             raise ValueError(
-                f"{shape.name} has {', '.join(shape.beyond_mixtral)}, which this model does not build; plan for it "
-                "with `nep plan`, or build a shape without"
+                f"{shape.name} has latent attention (kv_latent_size {shape.kv_latent_size}), which this model does not "
+                "build; plan for it with `nep plan`, or build a shape without"
             )
         self.shape = shape
         self.embedding = Embedding(shape, dtype=dtype, device=device)
         self.layers = nn.ModuleList(
-            DecoderLayer(shape, layer, dtype=dtype, device=device, moe_backend=moe_backend)
+            DenseLayer(shape, dtype=dtype, device=device)
+            if layer < shape.num_dense_layers
+            else DecoderLayer(shape, layer, dtype=dtype, device=device, moe_backend=moe_backend)
             for layer in range(shape.num_layers)
         )
         self.final_norm = RMSNorm(shape.hidden_size, shape.norm_eps, dtype=dtype, device=device)
         self.head = None if shape.tied_embeddings else Head(shape, dtype=dtype, device=device)
         self.lane: Lane = SingleSlotLane()
         self.criterion: Criterion = cross_entropy_sum
+        self._logits_z = 0.0
 
     def forward(self, tokens_bt: Tensor, targets_bt: Tensor | None = None) -> DecoderOutput:
         """Scores the next token at every position.
@@ -251,11 +295,12 @@ class MixtralModel(nn.Module):
                 f"{self.shape.name}; use shorter sequences"
             )
         x_sd = self.lane.reduce_scatter(self.embedding(tokens_bt.flatten()))
-        positions = _positions(self.shape, tokens_bt, x_sd.dtype, self.lane)
+        positions = positions_of(self.shape, tokens_bt, x_sd.dtype, self.lane)
         counts, aux_losses = [], []
         for layer in self.layers:
             x_sd, num_tokens_per_expert_e, aux = layer(x_sd, positions)
-            counts.append(num_tokens_per_expert_e)
+            if num_tokens_per_expert_e is not None:
+                counts.append(num_tokens_per_expert_e)
             if aux is not None:
                 aux_losses.append(aux)
         x_sd = self.final_norm(x_sd)
@@ -263,14 +308,38 @@ class MixtralModel(nn.Module):
         if targets_bt is None:
             logits_btv = F.linear(x_sd, weight_vd).view(*tokens_bt.shape, weight_vd.size(0))
             return DecoderOutput(logits_btv, None, torch.stack(counts))
-        loss = self.criterion(x_sd, weight_vd, targets_bt.flatten())
+        loss = self.criterion(x_sd, weight_vd, targets_bt.flatten(), self._logits_z)
         aux_loss = torch.stack(aux_losses).sum() if aux_losses else None
         return DecoderOutput(None, loss, torch.stack(counts), aux_loss)
 
-    def use_aux_losses(self, losses: AuxLosses) -> None:
-        """Compute these losses whenever targets are given (and leave the result out of `loss`)."""
-        for layer in self.layers:
+    def use_aux_losses(
+        self, losses: AuxLosses, state: RoutingState | None = None, sum_over_job: SumCounts | None = None
+    ) -> None:
+        """Compute these losses while gradients are recorded (and leave the router's out of `loss`).
+
+        Args:
+            losses: Coefficients.
+            state: Has the counts of the last committed step; for those losses that use them.
+            sum_over_job: Adds integers over all slots of the job, which all call it; the same.
+        """
+        self._logits_z = losses.logits_z
+        for index, layer in enumerate(self._expert_layers()):
             layer.aux_losses = losses
+            layer.counts = CountSources(
+                previous_e=None if state is None else state.counts_le[index], sum_over_job=sum_over_job
+            )
+
+    def use_routing_state(self, state: RoutingState) -> None:
+        """Choose experts with these biases, where the shape asks for any; later changes of `state` are seen."""
+        for index, layer in enumerate(self._expert_layers()):
+            if self.shape.router_bias:
+                layer.moe.router.bias = state.bias_le[index]
+
+    def use_recompute(self) -> None:
+        """Run what a slot computes by itself again in backward, see `nep.moe.recompute`."""
+        for module in self.modules():
+            if isinstance(module, AttentionBlock | MoE | FeedForward):
+                module.recompute = True
 
     def share_lane(
         self,
@@ -293,43 +362,25 @@ class MixtralModel(nn.Module):
         self.lane, self.criterion, self.embedding.rows_v = lane, criterion, embedding_rows_v
         for index, layer in enumerate(self.layers):
             layer.lane = lane
+            for module in layer.modules():
+                if isinstance(module, FeedForward):
+                    module.lane = lane
             layer.attention.runs = head_runs(query_heads[index], kv_heads[index], group_size)
 
     def parameter_lines(self) -> dict[str, Line]:
         """Global name -> line of every parameter, in forward order."""
         return parameter_lines(self.shape)
 
-    def blocks(self) -> list[DecoderLayer]:
+    def _expert_layers(self) -> list[DecoderLayer]:
+        return [layer for layer in self.layers if isinstance(layer, DecoderLayer)]
+
+    def blocks(self) -> list[AttentionBlock]:
         """The layers in forward order; each takes and returns the tokens first."""
         return list(self.layers)
 
     def moe_layers(self) -> dict[str, MoE]:
         """Name of the expert line -> layer, in forward order."""
         return {module.axis: module for module in self.modules() if isinstance(module, MoE)}
-
-
-def _positions(shape: ModelShape, tokens_bt: Tensor, dtype: torch.dtype, lane: Lane) -> Positions:
-    """Angles `position / theta ** (2 i / c)` in at least float32; a mask if the window hides something."""
-    num_sequences, seq_len = tokens_bt.shape
-    device = tokens_bt.device
-    wide = torch.promote_types(dtype, torch.float32)
-    exponents = torch.arange(0, shape.head_dim, 2, device=device).to(wide) / shape.head_dim
-    position_t = torch.arange(seq_len, device=device)
-    angles = torch.outer(position_t.to(wide), 1.0 / (shape.rope_theta**exponents))
-    cos, sin = angles.cos(), angles.sin()
-    mask_tt = None
-    if shape.sliding_window is not None and seq_len > shape.sliding_window:
-        distance_tt = position_t[:, None] - position_t[None, :]
-        hidden_tt = (distance_tt < 0) | (distance_tt >= shape.sliding_window)
-        # additive, in the model's dtype: a boolean mask would be converted anew in every layer
-        mask_tt = torch.zeros(seq_len, seq_len, dtype=dtype, device=device).masked_fill_(hidden_tt, -torch.inf)
-    return Positions(
-        cos_tc=torch.cat((cos, cos), dim=-1).to(dtype)[:, None],
-        sin_tc=torch.cat((-sin, sin), dim=-1).to(dtype)[:, None],
-        mask_tt=mask_tt,
-        batch=(num_sequences, seq_len),
-        sequence_s=lane.own(torch.arange(num_sequences, device=device).repeat_interleave(seq_len)),
-    )
 
 
 def build(shape: ModelShape, dtype: torch.dtype, moe_backend: str = "loop") -> MixtralModel:

@@ -8,7 +8,14 @@ import torch
 from safetensors import SafetensorError, safe_open
 from torch import Tensor, nn
 
-from nep.moe.weights import FILE_FORMAT, FILE_FORMAT_VERSION, logical_names, logical_shapes, merge_experts
+from nep.moe.weights import (
+    FILE_FORMAT,
+    FILE_FORMAT_VERSION,
+    bias_names,
+    logical_names,
+    logical_shapes,
+    merge_experts,
+)
 from nep.planning.shapes import ModelShape
 
 # What another run may choose freely: the same parameters compute the same function.
@@ -26,7 +33,7 @@ def read_shape(path: str | Path) -> ModelShape:
 
 
 def load_params(model: nn.Module, path: str | Path) -> None:
-    """Fills a model from a parameter file.
+    """Fills a model from a parameter file, the biases of its routers included.
 
     The file's dtype is converted to the model's. A parameter on the meta device becomes a real one on the
     CPU, others are written in place. Nothing is changed if the file does not fit.
@@ -47,6 +54,10 @@ def load_params(model: nn.Module, path: str | Path) -> None:
         for name, parameter in list(model.named_parameters()):
             tensors = {key: file.get_tensor(key) for key in logical_names(name, wanted)}
             _fill(model, name, parameter, merge_experts(name, tensors, wanted))
+        for name in bias_names(wanted):
+            router, _, attribute = name.rpartition(".")
+            dtype = model.get_buffer(name).dtype
+            setattr(model.get_submodule(router), attribute, file.get_tensor(name).to(dtype))
 
 
 def _fill(model: nn.Module, name: str, parameter: nn.Parameter, tensor: Tensor) -> None:

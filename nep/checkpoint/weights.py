@@ -10,7 +10,8 @@ from safetensors.torch import save_file
 
 from nep.distributed.groups import Communicator
 from nep.distributed.waiting import Waiter
-from nep.moe.weights import file_metadata, split_experts
+from nep.moe.routing_state import RoutingState
+from nep.moe.weights import bias_names, file_metadata, split_experts
 from nep.parallel.holding import Holding, allocate
 from nep.parallel.state import SlotState
 from nep.parallel.transfer import compile_transfer, launch
@@ -43,18 +44,28 @@ def gather_parameters(
     return gathered
 
 
-def save_parameters(path: Path, shape: ModelShape, lines: Lines, tensors: dict[str, torch.Tensor]) -> None:
+def save_parameters(
+    path: Path,
+    shape: ModelShape,
+    lines: Lines,
+    tensors: dict[str, torch.Tensor],
+    routing: RoutingState | None = None,
+) -> None:
     """Write the file at once or not at all.
 
     Args:
         path: where to; replaced if it exists.
         shape: of the model, kept in the file's metadata.
         tensors: every parameter, whole, as `[num_units, *unit_shape]`.
+        routing: has the biases of the routers, for a model with any.
     """
     logical: dict[str, torch.Tensor] = {}
     for name, tensor in tensors.items():
         whole = tensor[0] if lines[name].kind is LineKind.WHOLE else tensor
         logical.update({key: value.contiguous() for key, value in split_experts(name, whole, shape).items()})
+    for layer, name in enumerate(bias_names(shape)):
+        assert routing is not None, f"{name} is a part of the model"
+        logical[name] = routing.bias_le[layer].clone()
     unfinished = path.with_name(path.name + ".unfinished")
     save_file(logical, unfinished, metadata=file_metadata(shape))
     os.replace(unfinished, path)

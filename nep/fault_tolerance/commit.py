@@ -110,6 +110,8 @@ def apply(run: SlotRun) -> None:
             scale=recipe.optimizer.gradient_scale(math.sqrt(tally.norm2), tally.tokens),
         )
         history.num_updates += 1
+        if run.routing is not None:
+            run.routing.commit(run.counts_le, recipe.router_bias_rate)
     history.steps.append(committed)
     if recipe.keep_loads:
         history.counts_le.append(run.counts_le)

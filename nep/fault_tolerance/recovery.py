@@ -15,6 +15,7 @@ from nep.fault_tolerance.commit import adopt, apply, commit_layout
 from nep.fault_tolerance.control_store import exit_key
 from nep.fault_tolerance.detection import FaultWatch
 from nep.fault_tolerance.membership import agree, dead_members, fault_reason
+from nep.fault_tolerance.returning import share_routing
 from nep.fault_tolerance.runtime import Generation, SlotRun
 from nep.fault_tolerance.timeline import Recovery
 from nep.fault_tolerance.transaction import Decision, Progress
@@ -160,6 +161,9 @@ def _rebuild(run: SlotRun, decision: Decision, recovery: Recovery) -> None:
     run.cluster = run.cluster.fail([slot for slot in run.cluster.live if slot not in live])
     run.generation = enter_generation(run, decision.generation, live, plan)
     recovery.rebuilt_at = time.time()
+    if decision.returners and run.routing is not None:
+        groups = run.generation.groups
+        share_routing(run.routing, groups.vote, run.generation.waiter, decision.returners)
     moved = migrate(
         run.state,
         plan,

@@ -16,6 +16,7 @@ from nep.fault_tolerance.control_store import ControlStore
 from nep.fault_tolerance.history import History
 from nep.fault_tolerance.job import Job
 from nep.fault_tolerance.transaction import Progress
+from nep.moe.routing_state import RoutingState
 from nep.parallel.grad_sync import GradSync, Return
 from nep.parallel.optimizer import OptimizerConfig
 from nep.parallel.state import SlotState
@@ -34,6 +35,7 @@ class Recipe:
         total_steps: T of the protocol.
         timeouts: derived from one base.
         keep_loads: remember the expert loads of every committed step.
+        router_bias_rate: what a step adds to, or takes from, the biases that experts are chosen with.
     """
 
     lines: Lines
@@ -42,6 +44,7 @@ class Recipe:
     total_steps: int
     timeouts: Timeouts
     keep_loads: bool = False
+    router_bias_rate: float = 0.0
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -77,6 +80,7 @@ class SlotRun:
         counts_le: global tokens per layer and expert of the prepared step.
         cluster: health as this slot knows it.
         history: what was committed.
+        routing: what routing remembers of it; None: the model keeps nothing.
         parking: groups and operations of broken generations.
     """
 
@@ -94,6 +98,7 @@ class SlotRun:
     returning: Return | None = None
     counts_le: torch.Tensor | None = None
     history: History = field(default_factory=History)
+    routing: RoutingState | None = None
     generation: Generation | None = None
     parking: ParkingLot = field(default_factory=ParkingLot)
 

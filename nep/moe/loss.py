@@ -14,9 +14,10 @@ class TokenLoss(NamedTuple):
     """A loss that counts each token once over all slots.
 
     Attributes:
-        total: what this slot starts its backward from. Its value is no slot's own: a slot with a part of the
-            vocabulary has the gradients of all tokens of its lane for that part.
-        own: sum over the tokens that this slot scores, detached; the slots' sums add up to the batch's.
+        total: what this slot starts its backward from, auxiliary losses of the logits included. Its value is no slot's
+            own: a slot with a part of the vocabulary has the gradients of all tokens of its lane for that part.
+        own: sum of the cross-entropy over the tokens that this slot scores, detached; the slots' sums add up to the
+            batch's.
         num_tokens: how many they are.
     """
 
@@ -28,20 +29,22 @@ class TokenLoss(NamedTuple):
 class Criterion(Protocol):
     """Scores hidden states against the vocabulary."""
 
-    def __call__(self, x_sd: Tensor, weight_vd: Tensor, targets_t: Tensor) -> TokenLoss:
+    def __call__(self, x_sd: Tensor, weight_vd: Tensor, targets_t: Tensor, z_loss: float = 0.0) -> TokenLoss:
         """The loss of this slot's tokens.
 
         Args:
             x_sd: normed hidden states of this slot's tokens.
             weight_vd: the vocabulary rows that this slot holds, in storage order.
             targets_t: next tokens of the whole lane, int64.
+            z_loss: coefficient of each token's squared log-partition, see `nep.moe.aux_losses`.
         """
         ...
 
 
-def cross_entropy_sum(x_sd: Tensor, weight_vd: Tensor, targets_t: Tensor) -> TokenLoss:
+def cross_entropy_sum(x_sd: Tensor, weight_vd: Tensor, targets_t: Tensor, z_loss: float = 0.0) -> TokenLoss:
     """The whole vocabulary and all tokens are here; computed in at least float32. No tokens give 0, in the graph."""
     logits_sv = F.linear(x_sd, weight_vd)
-    wide = torch.promote_types(logits_sv.dtype, torch.float32)
-    total = F.cross_entropy(logits_sv.to(wide), targets_t, reduction="sum")
-    return TokenLoss(total, total.detach(), targets_t.numel())
+    wide_sv = logits_sv.to(torch.promote_types(logits_sv.dtype, torch.float32))
+    loss = F.cross_entropy(wide_sv, targets_t, reduction="sum")
+    total = loss + z_loss * wide_sv.logsumexp(dim=-1).square().sum() if z_loss else loss
+    return TokenLoss(total, loss.detach(), targets_t.numel())

@@ -1,7 +1,8 @@
 """Expert weights in files: one tensor per logical expert, whatever the units and slots of the run.
 
 A file has `layers.{i}.moe.experts.{e}.gate`, `.up` and `.down`, each [ffn, d] with one neuron per row;
-parameters have `layers.{i}.moe.experts.w13` [units, 2, b, d] and `.w2` [units, b, d]. All other names agree.
+parameters have `layers.{i}.moe.experts.w13` [units, 2, b, d] and `.w2` [units, b, d]. All other names agree. State
+that no gradient trains is in the file as well: `layers.{i}.moe.router.bias` [e] of models that have it.
 """
 
 from collections.abc import Mapping
@@ -40,8 +41,15 @@ def logical_names(name: str, shape: ModelShape) -> tuple[str, ...]:
     return tuple(f"{prefix}.{expert}.{part}" for expert in range(shape.num_experts) for part in parts)
 
 
+def bias_names(shape: ModelShape) -> tuple[str, ...]:
+    """Names of what routers choose with beside their scores, in forward order; none for most models."""
+    if not shape.router_bias:
+        return ()
+    return tuple(f"layers.{layer}.moe.router.bias" for layer in range(shape.num_dense_layers, shape.num_layers))
+
+
 def logical_shapes(shape: ModelShape) -> dict[str, tuple[int, ...]]:
-    """Everything that a complete file of the model has: name -> shape, in forward order."""
+    """Everything that a complete file of the model has: name -> shape; parameters in forward order, then biases."""
     shapes: dict[str, tuple[int, ...]] = {}
     for name, line in parameter_lines(shape).items():
         if line.kind is LineKind.EXPERTS:
@@ -49,7 +57,7 @@ def logical_shapes(shape: ModelShape) -> dict[str, tuple[int, ...]]:
             shapes.update(dict.fromkeys(logical_names(name, shape), expert))
         else:
             shapes[name] = line.unit_shape if line.kind is LineKind.WHOLE else line.shape
-    return shapes
+    return shapes | dict.fromkeys(bias_names(shape), (shape.num_experts,))
 
 
 def split_experts(name: str, tensor: Tensor, shape: ModelShape) -> dict[str, Tensor]:

@@ -40,7 +40,7 @@ def parallelize(
 ) -> nn.Module:
     """Give `model` the slot's parameters and its dispatchers, in this order:
 
-    1. parameters: the slot's storage, no copy;
+    1. parameters: the slot's storage, no copy; buffers, which no layout cuts, are zero until they are replaced;
     2. experts: which slices the storage holds;
     3. dispatch: an all-to-all in the replica's group (a replica of one slot keeps the local dispatcher);
     4. lane: collectives around attention, embedding and loss (a lane of one slot has none);
@@ -55,6 +55,10 @@ def parallelize(
     for name, line in lines.items():
         owner, _, attribute = name.rpartition(".")
         setattr(model.get_submodule(owner), attribute, nn.Parameter(_module_view(line, state.params[name])))
+    for name, buffer in list(model.named_buffers()):
+        if buffer.is_meta:
+            owner, _, attribute = name.rpartition(".")
+            setattr(model.get_submodule(owner), attribute, torch.zeros(buffer.shape, dtype=buffer.dtype))
 
     layers: Mapping[str, MoE] = model.moe_layers()  # type: ignore[operator]
     expert_lines = {line.axis: line for line in lines.values() if line.kind is LineKind.EXPERTS}

@@ -128,19 +128,24 @@ class VocabularyParallelLoss:
         self._lane = lane
         self._rows_v = rows_v
 
-    def __call__(self, x_sd: torch.Tensor, weight_vd: torch.Tensor, targets_t: torch.Tensor) -> TokenLoss:
+    def __call__(
+        self, x_sd: torch.Tensor, weight_vd: torch.Tensor, targets_t: torch.Tensor, z_loss: float = 0.0
+    ) -> TokenLoss:
         """See `nep.moe.loss.Criterion`."""
         logits_tv = F.linear(self._lane.gather(x_sd, targets_t.numel()), weight_vd)
-        loss_t = _CutCrossEntropy.apply(logits_tv, self._rows_v[targets_t], self._lane)
+        loss_t, log_sum_t = _CutCrossEntropy.apply(logits_tv, self._rows_v[targets_t], self._lane)
+        total = loss_t.sum() + z_loss * log_sum_t.square().sum() if z_loss else loss_t.sum()
         own_s = self._lane.own(loss_t.detach())
-        return TokenLoss(loss_t.sum(), own_s.sum(), own_s.numel())
+        return TokenLoss(total, own_s.sum(), own_s.numel())
 
 
 class _CutCrossEntropy(torch.autograd.Function):
-    """Loss of every token of the lane; the gradient is that of the local rows' scores."""
+    """Loss and log-partition of every token of the lane; the gradient is that of the local rows' scores."""
 
     @staticmethod
-    def forward(ctx: Any, logits_tv: torch.Tensor, target_rows_t: torch.Tensor, lane: SlotLane) -> torch.Tensor:
+    def forward(
+        ctx: Any, logits_tv: torch.Tensor, target_rows_t: torch.Tensor, lane: SlotLane
+    ) -> tuple[torch.Tensor, torch.Tensor]:
         wide = torch.promote_types(logits_tv.dtype, torch.float32)
         scores_tv = logits_tv.to(wide)
         here_t = target_rows_t >= 0
@@ -155,12 +160,14 @@ class _CutCrossEntropy(torch.autograd.Function):
         top_t = highest_nt.max(0).values
         log_sum_t = top_t + (exponentials_nt * torch.exp(highest_nt - top_t)).sum(0).log()
         ctx.save_for_backward(logits_tv, target_rows_t, log_sum_t)
-        return log_sum_t - targets_nt.sum(0)
+        return log_sum_t - targets_nt.sum(0), log_sum_t
 
     @staticmethod
     def backward(ctx: Any, *grads: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
         logits_tv, target_rows_t, log_sum_t = ctx.saved_tensors
+        grad_loss_t, grad_log_sum_t = grads
         probabilities_tv = torch.exp(logits_tv.to(log_sum_t.dtype) - log_sum_t[:, None])
+        grad_logits_tv = probabilities_tv.mul_((grad_loss_t + grad_log_sum_t)[:, None])
         here_t = (target_rows_t >= 0).nonzero()[:, 0]
-        probabilities_tv[here_t, target_rows_t[here_t]] -= 1.0
-        return (probabilities_tv * grads[0][:, None]).to(logits_tv.dtype), None, None
+        grad_logits_tv[here_t, target_rows_t[here_t]] -= grad_loss_t[here_t]
+        return grad_logits_tv.to(logits_tv.dtype), None, None

@@ -4,7 +4,7 @@ import json
 from collections.abc import Mapping
 from dataclasses import MISSING, asdict, dataclass, fields
 from types import MappingProxyType
-from typing import Any
+from typing import Any, Literal
 
 from nep.planning.layout import Line as Line  # models need it, and import no more of the planner than this
 from nep.planning.layout import LineKind
@@ -14,9 +14,9 @@ from nep.planning.layout import LineKind
 class ModelShape:
     """Sizes of a mixture-of-experts decoder.
 
-    Everything with a default is for planning models that `models/` does not build: shared experts, dense first
-    layers, latent attention (DeepSeek-V2, arXiv 2405.04434). Not counted are biases and norms inside attention,
-    less than a ten thousandth of any model here.
+    Everything with a default is what Mixtral has not: shared experts, dense first layers and other ways to route
+    (DeepSeek-V3, arXiv 2412.19437; Qwen), and latent attention (DeepSeek-V2, arXiv 2405.04434), which can be planned
+    for only. Not counted are biases and norms inside attention, less than a ten thousandth of any model here.
 
     Attributes:
         name: Preset name; a label only.
@@ -37,6 +37,7 @@ class ModelShape:
         max_seq_len: Longest sequence, in tokens.
         num_shared_experts: Experts of a mixture-of-experts layer that every token visits, beside the routed ones.
         shared_ffn_hidden_size: Neurons of one shared expert.
+        shared_gate: A sigmoid of the token scales what the shared experts return (Qwen1.5-MoE).
         num_dense_layers: So many of the first layers have a dense feed-forward network instead of experts.
         dense_ffn_hidden_size: Neurons of it.
         kv_latent_size: Latent attention: keys and values are projected up from so many channels of a token; 0 for
@@ -44,6 +45,11 @@ class ModelShape:
         query_latent_size: The same for queries; 0: they are projected from the residual stream.
         rope_head_dim: Latent attention: channels of a head that are rotated; the key's are shared by all heads.
         value_head_dim: Width of a value head; 0: `head_dim`.
+        router_scores: What a router's logits become: a softmax over the experts, or a sigmoid of each.
+        router_bias: Experts are chosen by score plus a bias that no gradient trains (arXiv 2412.19437, section 2.1.2);
+            weights are of the scores alone.
+        norm_topk: The weights of a token's experts are divided by their sum.
+        routed_scaling: Factor on the weights, after that.
     """
 
     name: str
@@ -64,12 +70,17 @@ class ModelShape:
     max_seq_len: int
     num_shared_experts: int = 0
     shared_ffn_hidden_size: int = 0
+    shared_gate: bool = False
     num_dense_layers: int = 0
     dense_ffn_hidden_size: int = 0
     kv_latent_size: int = 0
     query_latent_size: int = 0
     rope_head_dim: int = 0
     value_head_dim: int = 0
+    router_scores: Literal["softmax", "sigmoid"] = "softmax"
+    router_bias: bool = False
+    norm_topk: bool = True
+    routed_scaling: float = 1.0
 
     def __post_init__(self) -> None:
         problems = _problems(self)
@@ -94,7 +105,8 @@ class ModelShape:
     @property
     def beyond_mixtral(self) -> tuple[str, ...]:
         """What the model has that Mixtral has not, as `field (value)`; Mixtral's own shapes have none."""
-        return tuple(f"{name} ({getattr(self, name)})" for name in _OPTIONAL if getattr(self, name))
+        found = {name: getattr(self, name) for name in _OPTIONAL}
+        return tuple(f"{name} ({value})" for name, value in found.items() if value != _OPTIONAL[name])
 
     @property
     def num_parameters(self) -> int:
@@ -131,7 +143,8 @@ class ModelShape:
         return cls(**values)
 
 
-_OPTIONAL = tuple(field.name for field in fields(ModelShape) if field.default is not MISSING)
+_OPTIONAL = {field.name: field.default for field in fields(ModelShape) if field.default is not MISSING}
+_COUNTS = tuple(name for name, default in _OPTIONAL.items() if type(default) is int)
 
 
 def _problems(shape: ModelShape) -> list[str]:
@@ -141,7 +154,7 @@ def _problems(shape: ModelShape) -> list[str]:
         "head_dim", "vocab_size", "rope_theta", "norm_eps", "neuron_block", "max_seq_len",
     )  # fmt: skip
     problems = [f"{key} ({getattr(shape, key)}) must be positive" for key in positive if getattr(shape, key) <= 0]
-    problems += [f"{key} ({getattr(shape, key)}) must not be negative" for key in _OPTIONAL if getattr(shape, key) < 0]
+    problems += [f"{key} ({getattr(shape, key)}) must not be negative" for key in _COUNTS if getattr(shape, key) < 0]
     if shape.sliding_window is not None and shape.sliding_window <= 0:
         problems.append(f"sliding_window ({shape.sliding_window}) must be positive; use None for no window")
     if problems:
@@ -172,6 +185,12 @@ def _optional_problems(shape: ModelShape) -> list[str]:
         )
         if bool(getattr(shape, count)) != bool(getattr(shape, size))
     ]
+    if shape.shared_gate and not shape.num_shared_experts:
+        problems.append("shared_gate (True) scales shared experts; set num_shared_experts too, or leave it False")
+    if shape.router_scores not in ("softmax", "sigmoid"):
+        problems.append(f"router_scores ({shape.router_scores!r}) must be 'softmax' or 'sigmoid'")
+    if not 0 < shape.routed_scaling < float("inf"):
+        problems.append(f"routed_scaling ({shape.routed_scaling}) must be a positive number; 1 for none")
     if shape.num_dense_layers >= shape.num_layers:
         problems.append(
             f"num_dense_layers ({shape.num_dense_layers}) must be less than num_layers ({shape.num_layers}): "
@@ -224,6 +243,8 @@ def _layer_lines(shape: ModelShape, layer: int) -> dict[str, Line]:
     lines |= _expert_lines(shape, layer)
     if shape.num_shared_experts:
         lines |= _dense_lines(f"{prefix}.moe.shared", shape.num_shared_neurons, d, layer)
+    if shape.shared_gate:
+        lines[f"{prefix}.moe.shared.gate"] = _whole(f"{prefix}.whole", layer, (d,), norm=False)
     return lines
 
 
@@ -345,6 +366,13 @@ PRESETS: Mapping[str, ModelShape] = MappingProxyType(
             _mixtral(
                 name="debug", num_layers=2, hidden_size=128, ffn_hidden_size=256, num_heads=8, num_kv_heads=4,
                 head_dim=16, vocab_size=256, rope_theta=1e4, neuron_block=32, max_seq_len=512,
+            ),
+            # The same with many small experts, as DeepSeek-V3 has them: one expert and one layer that all tokens visit.
+            _mixtral(
+                name="debug-fine", num_layers=3, hidden_size=128, ffn_hidden_size=64, num_experts=16, top_k=4,
+                num_heads=8, num_kv_heads=4, head_dim=16, vocab_size=256, rope_theta=1e4, neuron_block=16,
+                max_seq_len=512, num_shared_experts=1, shared_ffn_hidden_size=64, num_dense_layers=1,
+                dense_ffn_hidden_size=256, router_scores="sigmoid", router_bias=True, routed_scaling=1.5,
             ),
             # Between the two: one node trains it; the proportions are Mixtral's.
             _mixtral(

@@ -15,7 +15,7 @@ from typing import Any
 import torch
 from safetensors.torch import load_file
 
-from nep.moe.weights import split_experts
+from nep.moe.weights import bias_names, split_experts
 from nep.planning.layout import LineKind
 from nep.planning.shapes import ModelShape, parameter_lines
 from nep.testing.reference import ReferenceHyper, reference_train
@@ -108,7 +108,7 @@ def reference_job(
     """The same training in one process, by code that shares nothing with the distributed path.
 
     Returns:
-        Losses of all steps, and the parameters after the last by their names in the file, in float64.
+        Losses of all steps, and the parameters and biases after the last by their names in the file, in float64.
     """
     lines = parameter_lines(shape)
     initial = {}
@@ -126,4 +126,5 @@ def reference_job(
     logical: dict[str, torch.Tensor] = {}
     for name, tensor in run.params.items():
         logical.update(split_experts(name, tensor, shape))
+    logical.update(zip(bias_names(shape), run.biases_le, strict=False))
     return run.losses, logical

@@ -1,16 +1,16 @@
-"""The yardstick: a Mixtral-style decoder trained in one process, in float64, as plainly as it can be written.
+"""The yardstick: a mixture-of-experts decoder trained in one process, in float64, as plainly as it can be written.
 
 It shares no code with what it measures: of the project it imports the names and sizes of the parameters
-(nep.planning.shapes) and nothing else. Speed does not matter here; being right does.
+(nep.planning.shapes), its own decoder (nep.testing.reference_model) and nothing else. Speed does not matter here;
+being right does.
 
-Shapes: b sequences, t positions, d hidden size, h query heads, g key/value heads, c head dimension,
-e experts, f neurons of an expert, v vocabulary, n = b * t tokens.
+Shapes: b sequences, t positions, e experts, l layers with experts, v vocabulary, n = b * t tokens.
 """
 
 import math
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
-from typing import NamedTuple
+from typing import Literal, NamedTuple
 
 import numpy as np
 import numpy.typing as npt
@@ -18,9 +18,40 @@ import torch
 from torch import Tensor
 
 from nep.planning.shapes import ModelShape, parameter_lines
+from nep.testing.reference_model import LayerRouting, reference_logits
+
+__all__ = [
+    "ReferenceAux",
+    "ReferenceHyper",
+    "ReferenceRun",
+    "reference_gradients",
+    "reference_logits",
+    "reference_loss",
+    "reference_lr",
+    "reference_train",
+]
 
 # Integer tokens and next tokens, each [b, t].
 Batch = tuple[Tensor | npt.NDArray[np.int64], Tensor | npt.NDArray[np.int64]]
+
+
+@dataclass(frozen=True, kw_only=True)
+class ReferenceAux:
+    """Coefficients of what is trained beside the cross-entropy; none of it counts in the reported losses.
+
+    Attributes:
+        z_loss: Of the router's squared log-partition, per token.
+        logits_z_loss: Of the vocabulary's, per token.
+        balance_loss: Of load balancing.
+        balance_counts: Whose counts that uses: of each sequence, of the step before, or of the step itself.
+        bias_rate: Step size of the biases that experts are chosen with; not a loss.
+    """
+
+    z_loss: float = 0.0
+    logits_z_loss: float = 0.0
+    balance_loss: float = 0.0
+    balance_counts: Literal["sequence", "previous", "step"] = "sequence"
+    bias_rate: float = 0.0
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -37,8 +68,7 @@ class ReferenceHyper:
         eps: Added to the root of the second moment.
         weight_decay: Decoupled, in units of the learning rate.
         clip_norm: Largest global gradient norm; math.inf for none.
-        z_loss: Coefficient of the router's squared log-partition, per token.
-        balance_loss: Coefficient of load balancing, per sequence. Neither counts in the reported losses.
+        aux: Auxiliary losses and biases.
     """
 
     lr: float
@@ -50,8 +80,7 @@ class ReferenceHyper:
     eps: float = 1e-8
     weight_decay: float = 0.1
     clip_norm: float = 1.0
-    z_loss: float = 0.0
-    balance_loss: float = 0.0
+    aux: ReferenceAux = ReferenceAux()
 
 
 class ReferenceRun(NamedTuple):
@@ -61,11 +90,15 @@ class ReferenceRun(NamedTuple):
         losses: Mean cross-entropy per token of each step, before its update.
         params: Global name -> parameter after the last step.
         first_gradients: Global name -> gradient of the mean loss in the first step, before clipping.
+        biases_le: What experts are chosen with after the last step; zero for a model without.
+        counts_le: Tokens per layer and expert of the last step, int64.
     """
 
     losses: list[float]
     params: dict[str, Tensor]
     first_gradients: dict[str, Tensor]
+    biases_le: Tensor
+    counts_le: Tensor
 
 
 def reference_train(
@@ -94,11 +127,11 @@ def reference_train(
     decayed = {name for name, line in parameter_lines(shape).items() if line.weight_decay}
     losses: list[float] = []
     first_gradients: dict[str, Tensor] = {}
+    biases_le = torch.zeros(shape.num_moe_layers, shape.num_experts, dtype=torch.float64)
+    counts_le: Tensor | None = None
 
     for step in range(1, steps + 1):
-        loss, gradients = reference_gradients(
-            shape, values, *batches(step), z_loss=hyper.z_loss, balance_loss=hyper.balance_loss
-        )
+        loss, gradients, new_counts_le = _step(shape, values, *batches(step), hyper.aux, biases_le, counts_le)
         losses.append(loss)
         if step == 1:
             first_gradients = gradients
@@ -116,7 +149,13 @@ def reference_train(
             unbiased_second = second / (1 - hyper.beta2**step)
             decay = 1 - lr * hyper.weight_decay if name in decayed else 1.0
             value.copy_(decay * value - lr * unbiased_first / (unbiased_second.sqrt() + hyper.eps))
-    return ReferenceRun(losses, values, first_gradients)
+        counts_le = new_counts_le
+        if shape.router_bias:
+            # Wang et al., arXiv 2408.15664, algorithm 1: up for an expert below the mean, down for one above.
+            mean_l1 = counts_le.double().mean(dim=1, keepdim=True)
+            biases_le = biases_le + hyper.aux.bias_rate * torch.sign(mean_l1 - counts_le)
+    assert counts_le is not None
+    return ReferenceRun(losses, values, first_gradients, biases_le, counts_le)
 
 
 def reference_gradients(
@@ -125,20 +164,43 @@ def reference_gradients(
     tokens_bt: Tensor | npt.NDArray[np.int64],
     targets_bt: Tensor | npt.NDArray[np.int64],
     *,
-    z_loss: float = 0.0,
-    balance_loss: float = 0.0,
+    aux: ReferenceAux | None = None,
+    biases_le: Tensor | None = None,
+    previous_le: Tensor | None = None,
 ) -> tuple[float, dict[str, Tensor]]:
     """The mean cross-entropy per token, and the gradient of it and the auxiliary losses by global name (zeros where
-    nothing flows)."""
+    nothing flows).
+
+    Args:
+        aux: Auxiliary losses.
+        biases_le: See `reference_logits`.
+        previous_le: Counts of the step before; None: even ones.
+    """
+    return _step(shape, params, tokens_bt, targets_bt, aux or ReferenceAux(), biases_le, previous_le)[:2]
+
+
+def _step(
+    shape: ModelShape,
+    params: Mapping[str, Tensor],
+    tokens_bt: Tensor | npt.NDArray[np.int64],
+    targets_bt: Tensor | npt.NDArray[np.int64],
+    aux: ReferenceAux,
+    biases_le: Tensor | None,
+    previous_le: Tensor | None,
+) -> tuple[float, dict[str, Tensor], Tensor]:
+    """Loss, gradients, and tokens per layer and expert."""
     leaves = {name: value.detach().clone().requires_grad_() for name, value in params.items()}
-    scores: list[Tensor] = []
-    loss_sum, num_tokens = reference_loss(shape, leaves, tokens_bt, targets_bt, scores)
-    loss = loss_sum / num_tokens
-    aux = sum(_aux_losses(shape, layer, len(tokens_bt), z_loss, balance_loss) for layer in scores)
-    found = torch.autograd.grad(
-        loss + aux / num_tokens, list(leaves.values()), materialize_grads=True, allow_unused=True
-    )
-    return float(loss.detach()), dict(zip(leaves, found, strict=True))
+    routings: list[LayerRouting] = []
+    logits_nv = reference_logits(shape, leaves, torch.as_tensor(tokens_bt), routings, biases_le).flatten(0, 1)
+    loss_sum = _cross_entropy(logits_nv, targets_bt)
+    total = loss_sum + aux.logits_z_loss * (logits_nv.logsumexp(dim=1) ** 2).sum()
+    for index, routing in enumerate(routings):
+        previous_e = None if previous_le is None else previous_le[index]
+        total = total + _aux_losses(shape, routing, len(tokens_bt), aux, previous_e)
+    num_tokens = len(logits_nv)
+    found = torch.autograd.grad(total / num_tokens, list(leaves.values()), materialize_grads=True, allow_unused=True)
+    counts_le = torch.stack([routing.chosen_ne.sum(dim=0) for routing in routings])
+    return float(loss_sum.detach()) / num_tokens, dict(zip(leaves, found, strict=True)), counts_le
 
 
 def reference_loss(
@@ -146,38 +208,36 @@ def reference_loss(
     params: Mapping[str, Tensor],
     tokens_bt: Tensor | npt.NDArray[np.int64],
     targets_bt: Tensor | npt.NDArray[np.int64],
-    router_scores: list[Tensor] | None = None,
 ) -> tuple[Tensor, int]:
-    """Sum of the tokens' cross-entropies, and how many tokens there are; appends each layer's router scores [n, e]."""
-    logits_btv = reference_logits(shape, params, torch.as_tensor(tokens_bt), router_scores)
-    logits_nv = logits_btv.reshape(-1, shape.vocab_size)
+    """Sum of the tokens' cross-entropies, and how many tokens there are."""
+    logits_btv = reference_logits(shape, params, torch.as_tensor(tokens_bt))
+    return _cross_entropy(logits_btv.flatten(0, 1), targets_bt), logits_btv.shape[:2].numel()
+
+
+def _cross_entropy(logits_nv: Tensor, targets_bt: Tensor | npt.NDArray[np.int64]) -> Tensor:
     targets_n = torch.as_tensor(targets_bt).reshape(-1)
     picked_n = logits_nv[torch.arange(len(targets_n)), targets_n]
-    return (logits_nv.logsumexp(dim=1) - picked_n).sum(), len(targets_n)
+    return (logits_nv.logsumexp(dim=1) - picked_n).sum()
 
 
-def reference_logits(
-    shape: ModelShape,
-    params: Mapping[str, Tensor],
-    tokens_bt: Tensor,
-    router_scores: list[Tensor] | None = None,
+def _aux_losses(
+    shape: ModelShape, routing: LayerRouting, num_sequences: int, aux: ReferenceAux, previous_e: Tensor | None
 ) -> Tensor:
-    """Logits [b, t, v] of Mixtral (Jiang et al., arXiv 2401.04088) with these parameters."""
-    x_btd = params["embedding.weight"][tokens_bt]
-    for layer in range(shape.num_layers):
-        of_layer = {
-            name.removeprefix(f"layers.{layer}."): value
-            for name, value in params.items()
-            if name.startswith(f"layers.{layer}.")
-        }
-        x_btd = x_btd + _attention(shape, of_layer, _rms_norm(shape, x_btd, of_layer["attention_norm.weight"]))
-        normed_btd = _rms_norm(shape, x_btd, of_layer["moe_norm.weight"])
-        if router_scores is not None:
-            router_scores.append(_router_scores(shape, of_layer, normed_btd))
-        x_btd = x_btd + _experts(shape, of_layer, normed_btd)
-    x_btd = _rms_norm(shape, x_btd, params["final_norm.weight"])
-    head_vd = params["embedding.weight" if shape.tied_embeddings else "head.weight"]
-    return x_btd @ head_vd.T
+    """One layer's auxiliary losses, summed over tokens: group by group of tokens and expert by expert."""
+    log_partitions_n = torch.log(torch.exp(routing.logits_ne).sum(dim=-1))
+    total = aux.z_loss * (log_partitions_n**2).sum()
+    num_groups = num_sequences if aux.balance_counts == "sequence" else 1
+    groups = zip(routing.shares_ne.chunk(num_groups), routing.chosen_ne.chunk(num_groups), strict=True)
+    for shares_te, chosen_te in groups:
+        num_tokens = len(shares_te)
+        for expert in range(shape.num_experts):
+            load = float(chosen_te[:, expert].sum()) / (shape.top_k * num_tokens)
+            if aux.balance_counts == "previous":
+                load = (
+                    1 / shape.num_experts if previous_e is None else float(previous_e[expert]) / float(previous_e.sum())
+                )
+            total = total + aux.balance_loss * num_tokens * shape.num_experts * load * shares_te[:, expert].mean()
+    return total
 
 
 def reference_lr(step: int, hyper: ReferenceHyper) -> float:
@@ -187,89 +247,6 @@ def reference_lr(step: int, hyper: ReferenceHyper) -> float:
     progress = min(1.0, (step - hyper.warmup_steps) / max(1, hyper.steps - hyper.warmup_steps))
     lowest = hyper.min_lr_ratio * hyper.lr
     return lowest + (hyper.lr - lowest) * (1 + math.cos(math.pi * progress)) / 2
-
-
-def _rms_norm(shape: ModelShape, x_btd: Tensor, weight: Tensor) -> Tensor:
-    mean_square_bt1 = (x_btd**2).mean(dim=-1, keepdim=True)
-    return x_btd / torch.sqrt(mean_square_bt1 + shape.norm_eps) * weight.reshape(-1)
-
-
-def _attention(shape: ModelShape, params: Mapping[str, Tensor], x_btd: Tensor) -> Tensor:
-    """Causal grouped-query attention, one query head after the other."""
-    num_positions = x_btd.shape[1]
-    query_t1, key_1t = torch.arange(num_positions)[:, None], torch.arange(num_positions)[None, :]
-    visible_tt = key_1t <= query_t1
-    if shape.sliding_window is not None:
-        visible_tt = visible_tt & (key_1t > query_t1 - shape.sliding_window)
-    wq_hcd, wk_gcd = params["attention.wq"], params["attention.wk"]
-    wv_gcd, wo_hcd = params["attention.wv"], params["attention.wo"]
-    y_btd = torch.zeros_like(x_btd)
-    for head in range(shape.num_heads):
-        kv_head = head // (shape.num_heads // shape.num_kv_heads)
-        q_btc = _rotate(shape, x_btd @ wq_hcd[head].T)
-        k_btc = _rotate(shape, x_btd @ wk_gcd[kv_head].T)
-        v_btc = x_btd @ wv_gcd[kv_head].T
-        scores_btt = q_btc @ k_btc.transpose(1, 2) / math.sqrt(shape.head_dim)
-        scores_btt = scores_btt.masked_fill(~visible_tt, -math.inf)
-        weights_btt = torch.exp(scores_btt - scores_btt.amax(dim=-1, keepdim=True))
-        weights_btt = weights_btt / weights_btt.sum(dim=-1, keepdim=True)
-        y_btd = y_btd + weights_btt @ v_btc @ wo_hcd[head]
-    return y_btd
-
-
-def _rotate(shape: ModelShape, x_btc: Tensor) -> Tensor:
-    """Rotary embedding (Su et al., arXiv 2104.09864) of pairs (i, i + c/2), as Mixtral's weights expect."""
-    half = shape.head_dim // 2
-    frequencies = shape.rope_theta ** (-torch.arange(half, dtype=torch.float64) / half)
-    angles_tc = torch.arange(x_btc.shape[1], dtype=torch.float64)[:, None] * frequencies
-    cos, sin = torch.cos(angles_tc), torch.sin(angles_tc)
-    left, right = x_btc[..., :half], x_btc[..., half:]
-    return torch.cat([left * cos - right * sin, right * cos + left * sin], dim=-1)
-
-
-def _router_scores(shape: ModelShape, params: Mapping[str, Tensor], x_btd: Tensor) -> Tensor:
-    d = shape.hidden_size
-    return x_btd.reshape(-1, d) @ params["moe.router.weight"].reshape(shape.num_experts, d).T
-
-
-def _aux_losses(shape: ModelShape, scores_ne: Tensor, num_sequences: int, z_loss: float, balance_loss: float) -> Tensor:
-    """One layer's auxiliary losses, summed over tokens: sequence by sequence and expert by expert."""
-    log_partitions_n = torch.log(torch.exp(scores_ne).sum(dim=-1))
-    total = z_loss * (log_partitions_n**2).sum()
-    for scores_te in scores_ne.chunk(num_sequences):
-        num_tokens = len(scores_te)
-        probabilities_te = torch.softmax(scores_te, dim=-1)
-        chosen_tk = probabilities_te.topk(shape.top_k, dim=-1).indices
-        for expert in range(shape.num_experts):
-            share = (chosen_tk == expert).sum() / (shape.top_k * num_tokens)
-            mean_probability = probabilities_te[:, expert].mean()
-            total = total + balance_loss * num_tokens * shape.num_experts * share * mean_probability
-    return total
-
-
-def _experts(shape: ModelShape, params: Mapping[str, Tensor], x_btd: Tensor) -> Tensor:
-    """Each token through its top_k experts, weighted by their renormalised softmax."""
-    d, f = shape.hidden_size, shape.ffn_hidden_size
-    x_nd = x_btd.reshape(-1, d)
-    probabilities_ne = torch.softmax(_router_scores(shape, params, x_btd), dim=-1)
-    chosen_ne = torch.zeros_like(probabilities_ne, dtype=torch.bool)
-    chosen_ne.scatter_(1, probabilities_ne.topk(shape.top_k, dim=-1).indices, True)
-    weights_ne = torch.where(chosen_ne, probabilities_ne, 0.0)
-    weights_ne = weights_ne / weights_ne.sum(dim=-1, keepdim=True)
-
-    units_per_expert = f // shape.neuron_block
-    y_nd = torch.zeros_like(x_nd)
-    for expert in range(shape.num_experts):
-        units = slice(expert * units_per_expert, (expert + 1) * units_per_expert)
-        gate_fd = params["moe.experts.w13"][units, 0].reshape(f, d)
-        up_fd = params["moe.experts.w13"][units, 1].reshape(f, d)
-        down_fd = params["moe.experts.w2"][units].reshape(f, d)
-        token_ids = chosen_ne[:, expert].nonzero().squeeze(1)
-        x_of_expert = x_nd[token_ids]
-        gate = x_of_expert @ gate_fd.T
-        hidden = gate * torch.sigmoid(gate) * (x_of_expert @ up_fd.T)
-        y_nd = y_nd.index_add(0, token_ids, weights_ne[token_ids, expert, None] * (hidden @ down_fd))
-    return y_nd.reshape(x_btd.shape)
 
 
 def _check(shape: ModelShape, params: Mapping[str, Tensor]) -> None:

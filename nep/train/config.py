@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import os
 from collections.abc import Mapping
 from dataclasses import dataclass, field
@@ -43,8 +44,10 @@ class TrainConfig:
         redundancy: `device` keeps a mirror of every optimizer shard on another slot, `host` in that slot's host memory
             (on a CPU the same), `none` does not.
         optimizer: AdamW, its schedule and clipping.
-        aux_losses: of the router; only those that do not depend on the partition exist.
-        moe_backend: kernels of the experts: `auto`, `grouped_mm` or `loop`.
+        aux_losses: only those that do not depend on the partition exist.
+        router_bias_rate: step of the biases that experts are chosen with, towards even loads; 0 leaves them alone.
+        recompute: run attention, experts and dense networks again in backward instead of keeping what they computed.
+        moe_backend: kernels of the experts: `auto` or a name of `nep.moe.backends`, see docs/backends.md.
         backend: of the process groups; gloo (CPU) only so far.
         timeout_base_s: the one value that all time-outs are derived from.
         validation_sequences: held-out sequences for the validation loss, at the beginning and at the end.
@@ -67,6 +70,8 @@ class TrainConfig:
     redundancy: Literal["device", "host", "none"] = "device"
     optimizer: OptimizerConfig = field(default_factory=OptimizerConfig)
     aux_losses: AuxLosses = field(default_factory=AuxLosses)
+    router_bias_rate: float = 0.0
+    recompute: bool = False
     moe_backend: str = "auto"
     backend: Literal["gloo", "nccl"] = "gloo"
     timeout_base_s: float = 30.0
@@ -103,6 +108,15 @@ class TrainConfig:
             degrees=self.degrees,
         )
 
+    def sequences_per_round(self, plan: Plan) -> int:
+        """Sequences that a lane runs at a time under a plan.
+
+        Counts of the running step are known only if it is one round; so a round grows when a plan gives a lane more.
+        """
+        if not self.aux_losses.needs_one_round:
+            return self.micro_batch_size
+        return max(1, *(lane.num_sequences for lane in plan.lanes))
+
     def moe_backend_for(self, shape: ModelShape) -> tuple[str, str]:
         """The experts' backend and why it is that one.
 
@@ -110,7 +124,11 @@ class TrainConfig:
             ValueError: it cannot run this model.
         """
         return choose_backend(
-            self.moe_backend, self.torch_dtype, hidden_size=shape.hidden_size, neuron_block=shape.neuron_block
+            self.moe_backend,
+            self.torch_dtype,
+            hidden_size=shape.hidden_size,
+            neuron_block=shape.neuron_block,
+            device="cuda" if self.backend == "nccl" else "cpu",
         )
 
     def check(self, shape: ModelShape, num_slots: int) -> None:
@@ -129,8 +147,12 @@ class TrainConfig:
         except ValueError as error:
             problems.append(str(error))
         problems += self._unsupported()
-        problems += self.optimizer.problems() + self.aux_losses.problems()
+        problems += self.optimizer.problems() + self.aux_losses.problems() + self._routing_problems(shape)
         problems += self._file_problems()
+        if self.aux_losses.needs_one_round and not problems:
+            problems += self._round_problems(
+                self.first_plan(Cluster.uniform(num_slots, num_slots), parameter_lines(shape))
+            )
         problems += self._plan_problems(shape, num_slots)
         for failure in self.failures:
             if failure.slot >= num_slots:
@@ -209,6 +231,25 @@ class TrainConfig:
                 "hang the job; use 'gloo' (CPU)"
             )
         return problems
+
+    def _routing_problems(self, shape: ModelShape) -> list[str]:
+        rate, problems = self.router_bias_rate, []
+        if not 0 <= rate < math.inf:
+            problems.append(f"router_bias_rate ({rate}) must be finite and at least 0; 0 leaves the biases alone")
+        elif rate and not shape.router_bias:
+            problems.append(
+                f"router_bias_rate ({rate}) moves biases that {shape.name} does not have; set router_bias in its shape"
+            )
+        return problems
+
+    def _round_problems(self, plan: Plan) -> list[str]:
+        most = max(lane.num_sequences for lane in plan.lanes)
+        if not self.aux_losses.needs_one_round or most <= self.micro_batch_size:
+            return []
+        return [
+            f"aux_loss_counts ('step') needs a step of one round, and lanes of up to {most} sequences take several of "
+            f"micro_batch_size ({self.micro_batch_size}); give --micro-batch-size {most}, or --aux-loss-counts previous"
+        ]
 
     def _file_problems(self) -> list[str]:
         named = {"loads_out": self.loads_out, "save_params": self.save_params, "json": self.json}

@@ -93,9 +93,17 @@ class Options:
     redundancy: Literal["device", "host", "none"] = "device"
     """Where optimizer state is mirrored; none: a lost slot means a checkpoint."""
     aux_loss_coefficient: float = 0.0
-    """Load-balancing loss per sequence."""
+    """Load-balancing loss of the routers."""
+    aux_loss_counts: str = "sequence"
+    """Whose expert counts that loss uses: sequence, previous (step), or step (which must be one round)."""
     z_loss_coefficient: float = 0.0
     """Squared log-partition of the router's scores, per token."""
+    logits_z_loss_coefficient: float = 0.0
+    """Squared log-partition of the vocabulary's scores, per token."""
+    router_bias_rate: float = 0.0
+    """Balance without a loss: a bias per expert moves by this much a step against its load; 0 for none."""
+    recompute: bool = False
+    """Activation checkpointing: compute attention and experts again in backward, for less memory."""
     moe_backend: str = "auto"
     """Kernels of the experts: auto, grouped_mm (float32, bfloat16) or loop (any dtype)."""
     backend: Literal["gloo", "nccl"] = "gloo"
@@ -184,6 +192,8 @@ def _options_in_silence(arguments: Sequence[str] | None) -> Options:
 def _checked(options: Options, num_slots: int) -> _Request:
     """Everything that can be wrong is found here, before any process is started."""
     shape = preset(options.model)
+    if options.router_bias_rate > 0:
+        shape = dataclasses.replace(shape, router_bias=True)
     plan = None if options.plan is None else read_plan(options.plan)
     degrees = None if options.degrees is None else Degrees.parse(options.degrees)
     replicas, tp = options.replicas, options.tp
@@ -210,7 +220,14 @@ def _checked(options: Options, num_slots: int) -> _Request:
             weight_decay=options.weight_decay,
             clip_norm=options.clip_norm,
         ),
-        aux_losses=AuxLosses(z=options.z_loss_coefficient, balance=options.aux_loss_coefficient),
+        aux_losses=AuxLosses(
+            z=options.z_loss_coefficient,
+            balance=options.aux_loss_coefficient,
+            counts=options.aux_loss_counts,
+            logits_z=options.logits_z_loss_coefficient,
+        ),
+        router_bias_rate=options.router_bias_rate,
+        recompute=options.recompute,
         moe_backend=options.moe_backend,
         backend=options.backend,
         timeout_base_s=options.timeout_base_s,
@@ -342,7 +359,7 @@ class _View:
                 waiter=run.current.waiter,
             )
             if trainer.reports:
-                save_parameters(config.save_params, request.shape, lines, tensors)
+                save_parameters(config.save_params, request.shape, lines, tensors, run.routing)
         if not trainer.reports:
             return
         self.close()

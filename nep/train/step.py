@@ -10,10 +10,13 @@ import torch
 from torch import nn
 
 from nep.fault_tolerance.commit import StepSums
+from nep.moe.aux_losses import SumCounts
+from nep.moe.routing_state import RoutingState
 from nep.parallel.grad_sync import GradSync, Reduction
 from nep.parallel.overlap import Overlap
 from nep.planning.batch import split_sequences
 from nep.planning.plan import Plan
+from nep.train.config import TrainConfig
 from nep.train.data import SampleSource, expected_hash
 
 
@@ -33,6 +36,23 @@ def share_of(plan: Plan, slot: int) -> tuple[int, int, int]:
         offset += lane.num_sequences
     most = max(lane.num_sequences for lane in plan.lanes if lane.replica == replica)
     return *mine, most
+
+
+def prepare_model(model: nn.Module, config: TrainConfig, routing: RoutingState | None, sum_over_job: SumCounts) -> None:
+    """Switch on what a config asks of a model beside its parameters. A model needs only the methods that are called.
+
+    Args:
+        model: of the current plan.
+        config: says what.
+        routing: state of committed steps, which the model will look at and not change.
+        sum_over_job: adds integers over all members; called in forward, at the same points on all of them.
+    """
+    if routing is not None and hasattr(model, "use_routing_state"):
+        model.use_routing_state(routing)
+    if config.aux_losses.any:
+        model.use_aux_losses(config.aux_losses, routing, sum_over_job)  # type: ignore[operator]
+    if config.recompute:
+        model.use_recompute()  # type: ignore[operator]
 
 
 def forward_backward(

@@ -11,7 +11,7 @@ from dataclasses import dataclass
 import torch
 from torch import nn
 
-from nep.distributed.collectives import all_gather_bytes
+from nep.distributed.collectives import all_gather_bytes, sum_exact
 from nep.distributed.groups import create_device
 from nep.distributed.timeouts import Timeouts
 from nep.distributed.waiting import Fault
@@ -28,6 +28,7 @@ from nep.fault_tolerance.recovery import CheckpointNeeded, enter_generation, rec
 from nep.fault_tolerance.runtime import Recipe, SlotRun
 from nep.fault_tolerance.timeline import Recovery
 from nep.fault_tolerance.transaction import Decision, Progress
+from nep.moe.routing_state import RoutingState
 from nep.parallel.grad_sync import GradSync, Reduction
 from nep.parallel.overlap import Overlap
 from nep.parallel.parallelize import parallelize
@@ -40,7 +41,7 @@ from nep.train.config import TrainConfig
 from nep.train.data import SampleSource
 from nep.train.initialization import initial_units
 from nep.train.log import follow_generation
-from nep.train.step import forward_backward, validation_sums
+from nep.train.step import forward_backward, prepare_model, validation_sums
 
 log = logging.getLogger(__name__)
 
@@ -197,6 +198,7 @@ class Trainer:
             total_steps=config.steps,
             timeouts=Timeouts(base_s=config.timeout_base_s),
             keep_loads=config.loads_out is not None,
+            router_bias_rate=config.router_bias_rate,
         )
         state = SlotState.initial(
             plan,
@@ -220,6 +222,7 @@ class Trainer:
             progress=Progress(slot=job.slot, layout=plan.number, layout_digest=plan.digest),
             state=state,
             sync=GradSync.build(state, lines, recipe.dtype),
+            routing=RoutingState.initial(lines, recipe.dtype),
         )
 
     def _announce(self, line: str) -> None:
@@ -251,11 +254,15 @@ class Trainer:
             waiter=run.current.waiter,
             probe=lambda phase: run.probe(phase, self.step + 1),
         )
-        if self.config.aux_losses.any:
-            self.model.use_aux_losses(self.config.aux_losses)  # type: ignore[operator]
+        prepare_model(self.model, self.config, run.routing, self._sum_over_job)
         self._overlap = Overlap(self.model, run.sync.grads)
         self.plans.append(self.plan)
         self.hooks.on_plan(self, self.plan)
+
+    def _sum_over_job(self, counts: torch.Tensor) -> torch.Tensor:
+        """Integers of a forward added over all members, who all call it at the same point."""
+        current = self.run_state.current
+        return sum_exact(current.groups.vote, counts, current.waiter, "the expert counts of a layer")
 
     # Steps.
 
@@ -277,7 +284,7 @@ class Trainer:
                 reduction,
                 self.data,
                 first_sample=self.step * config.global_batch_size,
-                micro_batch_size=config.micro_batch_size,
+                micro_batch_size=config.sequences_per_round(self.plan),
                 probe=probe,
             )
             commit_step(run, step, sums, reduction)

@@ -84,7 +84,16 @@ def launched(monkeypatch: pytest.MonkeyPatch, slots: int, rank: int = 0) -> None
 
 # Arguments, and what the line has to name: the value, and what helps.
 CASES: dict[str, tuple[str, tuple[str, ...]]] = {
-    "unknown preset": ("--model mixtral-9x9b", ("'mixtral-9x9b'", "debug, mixtral-1b, mixtral-8x7b")),
+    "counts that depend on the layout": (
+        "--aux-loss-coefficient 0.1 --aux-loss-counts micro-batch",
+        ["aux_loss_counts ('micro-batch')", "sequence, previous, step"],
+    ),
+    "counts of a step of several rounds": (
+        "--aux-loss-coefficient 0.1 --aux-loss-counts step",
+        ["aux_loss_counts ('step')", "--micro-batch-size 16", "--aux-loss-counts previous"],
+    ),
+    "biases that run away": ("--router-bias-rate inf", ["router_bias_rate (inf)"]),
+    "unknown preset": ("--model mixtral-9x9b", ("'mixtral-9x9b'", "debug, debug-fine, mixtral-1b, mixtral-8x7b")),
     "more replicas than ranks": ("--replicas 2", ("replicas (2)", "there are 1", "--replicas")),
     "missing data folder": ("--data nowhere/at/all", ("nowhere/at/all", "does not exist", "--data")),
     "a failure of no slot": ("--fail 3@2", ("3@2", "slot 3 does not exist", "0 to 0")),

@@ -76,7 +76,7 @@ def lane_plan(
 def hold_in_lane(line: Line, lane: Sequence[int], num_heads: int, group: int) -> dict[int, list[int]]:
     if line.kind is LineKind.WHOLE:
         return {slot: [0] for slot in lane}
-    if line.kind is LineKind.VOCAB:
+    if line.kind in (LineKind.VOCAB, LineKind.NEURONS):
         return dict(zip(lane, cut_unevenly(line.num_units, len(lane)), strict=True))
     heads = cut_unevenly(num_heads, len(lane))
     if line.kind is LineKind.KV_HEADS:

@@ -10,7 +10,7 @@ import torch
 from nep.moe.aux_losses import AuxLosses
 from nep.planning.shapes import ModelShape, parameter_lines
 from nep.testing.parity import gather
-from nep.testing.reference import reference_gradients
+from nep.testing.reference import ReferenceAux, reference_gradients
 from nep.testing.threads import run_slots
 from tests.multirank.plans import Lanes, lane_plan
 from tests.multirank.steps import (
@@ -88,7 +88,7 @@ def test_auxiliary_losses_do_not_depend_on_the_partition(name: str, losses: AuxL
     )
     tokens, targets = samples().train_batch(0, BATCH)
     loss, expected = reference_gradients(
-        shape, whole_model(lines), tokens, targets, z_loss=losses.z, balance_loss=losses.balance
+        shape, whole_model(lines), tokens, targets, aux=ReferenceAux(z_loss=losses.z, balance_loss=losses.balance)
     )
     _, without = reference_gradients(shape, whole_model(lines), tokens, targets)
     router = "layers.0.moe.router.weight"

@@ -25,6 +25,11 @@ _FAMILIES = {
 }
 
 
+# DeepSeek-V3 and those that route like it: sigmoid scores, and experts chosen with a bias.
+_V3 = ("deepseek_v3", "kimi_k2")
+_WITH_BIAS = (*_V3, "glm4_moe")
+
+
 @dataclass(frozen=True)
 class ModelFile:
     """A model as it was read.
@@ -86,7 +91,7 @@ def model_from_config(config: Any, where: str = "config.json") -> ModelFile:
             f"model_type ({config['model_type']}) of {where} is not known; known are {', '.join(_FAMILIES)}"
         )
     reader = _Config(config, where)
-    values = _common(reader) | _experts(reader, family) | _attention(reader)
+    values = _common(reader) | _experts(reader, family) | _attention(reader) | _routing(reader, family)
     block = next(block for block in NEURON_BLOCKS if values["ffn_hidden_size"] % block == 0)
     shape = ModelShape(**values, neuron_block=block)
     return ModelFile(shape, _notes(reader, shape))
@@ -158,10 +163,28 @@ def _experts(config: _Config, family: str) -> dict[str, Any]:
         values["dense_ffn_hidden_size"] = config.number("intermediate_size")
     if family == "qwen":
         shared = config.number("shared_expert_intermediate_size", default=0, least=0)
-        return values | {"num_shared_experts": int(shared > 0), "shared_ffn_hidden_size": shared}
+        gated = shared > 0
+        return values | {"num_shared_experts": int(gated), "shared_ffn_hidden_size": shared, "shared_gate": gated}
     shared = config.number("n_shared_experts", default=0, least=0)
     size = values["ffn_hidden_size"] if shared else 0
     return values | {"num_shared_experts": shared, "shared_ffn_hidden_size": size}
+
+
+def _routing(config: _Config, family: str) -> dict[str, Any]:
+    """How experts are chosen and weighted; defaults as in transformers' configurations."""
+    if family == "mixtral":
+        return {}
+    with_bias = config.values["model_type"] in _WITH_BIAS
+    normalised = config.get("norm_topk_prob")
+    scores = config.get("scoring_func") or ("sigmoid" if with_bias else "softmax")
+    if scores not in ("softmax", "sigmoid"):
+        raise ValueError(f"scoring_func ({scores!r}) of {config.where} is not known; known are softmax and sigmoid")
+    return {
+        "router_scores": scores,
+        "router_bias": with_bias,
+        "norm_topk": with_bias if normalised is None else bool(normalised),
+        "routed_scaling": config.real("routed_scaling_factor", 2.5 if config.values["model_type"] in _V3 else 1.0),
+    }
 
 
 def _num_dense_layers(config: _Config) -> int:
@@ -209,6 +232,8 @@ def _notes(config: _Config, shape: ModelShape) -> tuple[str, ...]:
             "latent attention: each projection counts as one product of its size, and the latent as one KV head that "
             "every slot of a lane holds"
         )
+    if config.number("n_group", default=1) > 1:
+        notes.append("routing limited to some groups of experts is left out: any token may visit any experts")
     if extra := config.number("num_nextn_predict_layers", default=0, least=0):
         notes.append(f"multi-token prediction ({extra} further layer) is left out of sizes and times")
     if config.get("qkv_bias", "attention_bias") or config.get("model_type") in ("qwen3_moe", "olmoe", "qwen2_moe"):

@@ -13,6 +13,7 @@ from safetensors.torch import load_file
 from models.mixtral import build
 from models.weights import load_params
 from nep.checkpoint.weights import gather_parameters, save_parameters
+from nep.moe.routing_state import RoutingState
 from nep.moe.weights import logical_shapes
 from nep.parallel.state import SlotState
 from nep.planning.cluster import Cluster
@@ -68,6 +69,20 @@ def test_one_slot_gets_all_weights_and_the_others_none(dead: list[int], dtype: t
         whole = initial(name, 0, line.num_units)
         wide = torch.float64 if dtype == torch.float64 else torch.float32
         assert torch.equal(gathered[to][name], whole.to(wide).to(dtype)), name
+
+
+def test_biases_are_saved_with_the_parameters(tmp_path: Path) -> None:
+    shape = dataclasses.replace(preset("debug-fine"), num_experts=6, hidden_size=16)
+    lines = parameter_lines(shape)
+    routing = RoutingState.initial(lines, torch.float32)
+    routing.commit(torch.tensor([[1, 2, 3, 4, 5, 6], [6, 5, 4, 3, 2, 1]]), 0.25)
+    save_parameters(tmp_path / "params", shape, lines, make_params(shape), routing)
+    tensors = load_file(tmp_path / "params")
+    assert {name: tuple(tensor.shape) for name, tensor in tensors.items()} == logical_shapes(shape)
+    assert tensors["layers.1.moe.router.bias"].tolist() == [0.25, 0.25, 0.25, -0.25, -0.25, -0.25]
+    model = build(shape, torch.float32)
+    load_params(model.to_empty(device="cpu"), tmp_path / "params")
+    assert torch.equal(model.get_buffer("layers.2.moe.router.bias"), routing.bias_le[1])
 
 
 def make_params(shape: ModelShape) -> dict[str, torch.Tensor]:

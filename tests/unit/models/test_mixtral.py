@@ -8,9 +8,12 @@ import torch.nn.functional as F
 
 import models.mixtral
 from models.mixtral import MixtralModel, build
+from nep.moe.aux_losses import AuxLosses
 from nep.moe.lane import SingleSlotLane
+from nep.moe.positions import positions_of
+from nep.moe.routing_state import RoutingState
 from nep.planning.layout import LineKind
-from nep.planning.shapes import PRESETS, ModelShape, preset
+from nep.planning.shapes import PRESETS, ModelShape, parameter_lines, preset
 
 TINY = dataclasses.replace(
     preset("debug"),
@@ -21,6 +24,10 @@ TINY = dataclasses.replace(
     num_kv_heads=2,
     head_dim=6,
 )
+FINE = dataclasses.replace(
+    preset("debug-fine"), hidden_size=16, ffn_hidden_size=4, neuron_block=2, num_heads=4, num_kv_heads=2, head_dim=6,
+    shared_ffn_hidden_size=6, dense_ffn_hidden_size=10,
+)  # fmt: skip
 
 
 def model_of(shape: ModelShape, dtype: torch.dtype = torch.float64) -> MixtralModel:
@@ -48,7 +55,8 @@ def test_parameters_are_the_lines(name: str, tied: bool) -> None:
         assert parameters[key].shape == (line.unit_shape if line.kind is LineKind.WHOLE else line.shape), key
         assert parameters[key].is_meta and parameters[key].dtype == torch.bfloat16, key
     assert sum(parameter.numel() for parameter in parameters.values()) == shape.num_parameters
-    assert not list(model.named_buffers())
+    buffers = [key for key, _ in model.named_buffers()]
+    assert buffers == [f"layers.{layer}.moe.router.bias" for layer in (1, 2) if name == "debug-fine"]
 
 
 @pytest.mark.parametrize(("name", "billions"), [("mixtral-8x7b", 46.7), ("mixtral-8x22b", 140.6)])
@@ -63,6 +71,41 @@ def test_moe_layers_are_named_by_their_axis() -> None:
     axes = {line.axis for line in model.parameter_lines().values() if line.kind is LineKind.EXPERTS}
     assert set(model.moe_layers()) == axes
     assert model.moe_layers()["layers.1.experts"] is model.layers[1].moe
+
+
+def test_small_experts_have_layers_without_experts_before_them() -> None:
+    model = model_of(FINE)
+    assert list(model.moe_layers()) == ["layers.1.experts", "layers.2.experts"]
+    tokens = tokens_of(3, 16)
+    output = model(tokens, tokens)
+    assert output.num_tokens_per_expert_le.sum(1).tolist() == [3 * 16 * FINE.top_k] * 2
+    output.loss.total.backward()
+    assert all(parameter.grad is not None and parameter.grad.any() for parameter in model.parameters())
+    empty = model_of(FINE)
+    empty(tokens[:0], tokens[:0]).loss.total.backward()
+    assert all(parameter.grad is not None and not parameter.grad.any() for parameter in empty.parameters())
+
+
+def test_biases_are_seen_and_forward_leaves_them_alone() -> None:
+    model, tokens = model_of(FINE), tokens_of(2, 16)
+    state = RoutingState.initial(parameter_lines(FINE), torch.float64)
+    model.use_routing_state(state)
+    before = model(tokens).num_tokens_per_expert_le
+    state.bias_le[:, 3] = 100.0
+    model(tokens, tokens).loss.total.backward()
+    assert model(tokens).num_tokens_per_expert_le[:, 3].tolist() == [32, 32] != before[:, 3].tolist()
+    assert state.bias_le.sum() == 200.0 and not state.counts_le.any()
+
+
+def test_auxiliary_losses_are_for_training_only() -> None:
+    model, tokens = model_of(FINE), tokens_of(2, 16)
+    plain = model(tokens, tokens)
+    model.use_aux_losses(AuxLosses(z=1.0, balance=1.0, logits_z=1.0))
+    output = model(tokens, tokens)
+    assert torch.equal(output.loss.own, plain.loss.own), "they count in no reported loss"
+    assert output.aux_loss > 0 and output.loss.total > plain.loss.total and plain.aux_loss is None
+    with torch.no_grad():
+        assert model(tokens, tokens).aux_loss is None
 
 
 @pytest.mark.parametrize("window", [None, 3])
@@ -147,9 +190,7 @@ def test_norm_computes_in_float32() -> None:
 def test_angles_are_not_rounded_before_their_sine(dtype: torch.dtype, tolerance: float) -> None:
     # position 4095 in bfloat16 is 4096, a radian off
     tokens_bt = torch.zeros(1, 4096, dtype=torch.int64)
-    positions = models.mixtral._positions(
-        dataclasses.replace(TINY, max_seq_len=4096), tokens_bt, dtype, SingleSlotLane()
-    )
+    positions = positions_of(dataclasses.replace(TINY, max_seq_len=4096), tokens_bt, dtype, SingleSlotLane())
     angles = [position * TINY.rope_theta ** (-2 / TINY.head_dim) for position in range(4096)]
     expected = torch.tensor(angles, dtype=torch.float64)
     for channel, sign in ((1, -1), (1 + TINY.head_dim // 2, 1)):
@@ -164,15 +205,7 @@ def test_too_long_sequences_are_refused() -> None:
         model_of(shape)(tokens_of(1, 9))
 
 
-@pytest.mark.parametrize(
-    "parts",
-    [
-        {"num_shared_experts": 1, "shared_ffn_hidden_size": 8},
-        {"num_dense_layers": 1, "dense_ffn_hidden_size": 8},
-        {"kv_latent_size": 8, "num_kv_heads": 1},
-    ],
-)
-def test_shapes_that_this_model_does_not_build_are_refused(parts: dict[str, int]) -> None:
-    shape = dataclasses.replace(preset("debug"), **parts)
-    with pytest.raises(ValueError, match=r"debug has .*, which this model does not build"):
+def test_latent_attention_is_refused() -> None:
+    shape = dataclasses.replace(preset("debug"), kv_latent_size=8, num_kv_heads=1)
+    with pytest.raises(ValueError, match=r"debug has latent attention \(kv_latent_size 8\), which this model does not"):
         build(shape, torch.float32)

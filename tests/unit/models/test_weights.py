@@ -37,6 +37,7 @@ def save(model: MixtralModel, path: Path, **metadata: str) -> None:
     tensors: dict[str, torch.Tensor] = {}
     for name, parameter in model.named_parameters():
         tensors |= split_experts(name, parameter.detach(), model.shape)
+    tensors |= dict(model.named_buffers())
     save_file(tensors, path, metadata=file_metadata(model.shape) | metadata)
 
 
@@ -52,6 +53,27 @@ def test_there_and_back(tmp_path: Path, device: str, tied: bool) -> None:
     for name, parameter in loaded.named_parameters():
         assert torch.equal(parameter, saved.get_parameter(name)), name
         assert parameter.requires_grad and (parameter is before[name]) == (device == "cpu"), name
+
+
+@pytest.mark.parametrize("device", ["cpu", "meta"])
+def test_biases_and_shared_experts_there_and_back(tmp_path: Path, device: str) -> None:
+    shape = dataclasses.replace(SHAPE, **{
+        field: getattr(preset("debug-fine"), field)
+        for field in ("num_layers", "num_dense_layers", "dense_ffn_hidden_size", "num_shared_experts",
+                      "shared_ffn_hidden_size", "router_scores", "router_bias", "routed_scaling")
+    })  # fmt: skip
+    saved = model_of(shape)
+    with torch.no_grad():
+        for buffer in saved.buffers():
+            buffer.normal_()
+    save(saved, tmp_path / "params")
+    loaded = MixtralModel(read_shape(tmp_path / "params"), dtype=torch.float32, device=device)
+    load_params(loaded, tmp_path / "params")
+    tokens = torch.arange(20).view(2, 10)
+    assert torch.equal(loaded(tokens).logits_btv, saved(tokens).logits_btv)
+    half = build(shape, torch.bfloat16)
+    load_params(half, tmp_path / "params")
+    assert [buffer.dtype for buffer in half.buffers()] == [torch.float32] * 2
 
 
 def test_another_block_computes_the_same(tmp_path: Path) -> None:

@@ -2,6 +2,7 @@
 
 import dataclasses
 import json
+from typing import Any
 
 import pytest
 
@@ -13,10 +14,12 @@ def counted_from_the_config(shape: ModelShape, experts_per_layer: int) -> int:
     """Counts as in the model's paper, matrix by matrix; shares nothing with the lines."""
     d, head_dim = shape.hidden_size, shape.head_dim
     attention = 2 * d * shape.num_heads * head_dim + 2 * d * shape.num_kv_heads * head_dim
-    experts = experts_per_layer * 3 * d * shape.ffn_hidden_size
-    layer = attention + experts + shape.num_experts * d + 2 * d
+    experts = experts_per_layer * 3 * d * shape.ffn_hidden_size + shape.num_experts * d
+    experts += shape.num_shared_experts * 3 * d * shape.shared_ffn_hidden_size + d * shape.shared_gate
+    dense = 3 * d * shape.dense_ffn_hidden_size
     embeddings = shape.vocab_size * d * (1 if shape.tied_embeddings else 2)
-    return embeddings + shape.num_layers * layer + d
+    feed_forward = shape.num_dense_layers * dense + shape.num_moe_layers * experts
+    return embeddings + shape.num_layers * (attention + 2 * d) + feed_forward + d
 
 
 @pytest.mark.parametrize("tied", [False, True])
@@ -41,6 +44,18 @@ def test_debug_is_small_and_on_bytes() -> None:
     shape = preset("debug")
     assert 1e6 <= shape.num_parameters <= 2e6
     assert (shape.vocab_size, shape.num_experts, shape.top_k) == (256, 8, 2)
+    fine = preset("debug-fine")
+    assert 1e6 <= fine.num_parameters <= 2e6
+    assert (fine.vocab_size, fine.num_experts, fine.top_k) == (256, 16, 4)
+    assert (fine.num_dense_layers, fine.num_shared_experts) == (1, 1)
+
+
+def test_a_gate_is_a_tensor_of_its_layer() -> None:
+    shape = dataclasses.replace(preset("debug-fine"), shared_gate=True)
+    line = parameter_lines(shape)["layers.1.moe.shared.gate"]
+    assert (line.kind, line.unit_shape, line.axis) == (LineKind.WHOLE, (128,), "layers.1.whole")
+    assert "layers.0.moe.shared.gate" not in parameter_lines(shape)
+    assert shape.num_parameters == preset("debug-fine").num_parameters + 2 * 128
 
 
 @pytest.mark.parametrize("name", PRESETS)
@@ -54,7 +69,11 @@ def test_lines_are_in_forward_order_and_grouped_by_axis(name: str) -> None:
     assert names[f"{last}.experts"] == (f"{last}.moe.experts.w13", f"{last}.moe.experts.w2")
     assert names[f"{last}.heads"] == (f"{last}.attention.wq", f"{last}.attention.wo")
     assert names[f"{last}.kv_heads"] == (f"{last}.attention.wk", f"{last}.attention.wv")
-    assert len(names) == 3 + 4 * shape.num_layers
+    per_layer = {
+        f"layers.{layer}.{kind}" for layer in range(shape.num_layers) for kind in ("whole", "heads", "kv_heads")
+    }
+    assert per_layer | {"embedding", "final_norm", "head"} <= set(names)
+    assert len(names) == 3 + 4 * shape.num_layers + (shape.num_moe_layers if shape.num_shared_experts else 0)
 
 
 def test_norms_start_at_one_and_do_not_decay() -> None:
@@ -159,7 +178,8 @@ def test_lines_of_a_rich_model() -> None:
 def test_what_a_shape_has_beyond_mixtral_is_named() -> None:
     assert len(RICH.beyond_mixtral) == 8
     assert "num_shared_experts (2)" in RICH.beyond_mixtral
-    assert all(shape.beyond_mixtral == () for shape in PRESETS.values())
+    assert dataclasses.replace(preset("debug"), norm_topk=False).beyond_mixtral == ("norm_topk (False)",)
+    assert {name for name, shape in PRESETS.items() if shape.beyond_mixtral} == {"debug-fine"}
 
 
 def test_older_json_without_the_later_fields_is_read() -> None:
@@ -179,8 +199,11 @@ def test_older_json_without_the_later_fields_is_read() -> None:
         ({"kv_latent_size": 4}, r"num_kv_heads \(4\) must be 1"),
         ({"kv_latent_size": 4, "num_kv_heads": 1, "rope_head_dim": 16}, r"rope_head_dim \(16\) must be less"),
         ({"num_shared_experts": -1}, "must not be negative"),
+        ({"shared_gate": True}, "set num_shared_experts too"),
+        ({"router_scores": "linear"}, "'linear'"),
+        ({"routed_scaling": 0.0}, r"routed_scaling \(0.0\)"),
     ],
 )
-def test_what_does_not_fit_together(values: dict[str, int], message: str) -> None:
+def test_what_does_not_fit_together(values: dict[str, Any], message: str) -> None:
     with pytest.raises(ValueError, match=message):
         dataclasses.replace(preset("debug"), **values)

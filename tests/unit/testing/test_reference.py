@@ -10,8 +10,10 @@ import pytest
 import torch
 
 import nep.testing.reference as reference
+import nep.testing.reference_model as reference_model
 from nep.planning.shapes import ModelShape, parameter_lines
 from nep.testing.reference import (
+    ReferenceAux,
     ReferenceHyper,
     reference_gradients,
     reference_logits,
@@ -19,6 +21,7 @@ from nep.testing.reference import (
     reference_lr,
     reference_train,
 )
+from nep.testing.reference_model import LayerRouting
 
 SHAPE = ModelShape(
     name="tiny",
@@ -40,6 +43,11 @@ SHAPE = ModelShape(
 )
 TIED = dataclasses.replace(SHAPE, tied_embeddings=True)
 WINDOW = dataclasses.replace(SHAPE, sliding_window=3)
+DEEPSEEK = dataclasses.replace(
+    SHAPE, num_layers=3, num_dense_layers=1, dense_ffn_hidden_size=10, num_shared_experts=2, shared_ffn_hidden_size=5,
+    router_scores="sigmoid", router_bias=True, routed_scaling=2.5,
+)  # fmt: skip
+QWEN = dataclasses.replace(SHAPE, num_shared_experts=1, shared_ffn_hidden_size=7, shared_gate=True, norm_topk=False)
 HYPER = ReferenceHyper(lr=0.02, warmup_steps=3, steps=8, clip_norm=0.5)
 
 
@@ -58,8 +66,9 @@ def make_batch(shape: ModelShape, step: int = 0, size: tuple[int, int] = (3, 9))
     return draw[:, :-1], draw[:, 1:].copy()
 
 
-def test_it_imports_nothing_that_it_measures():
-    tree = ast.parse(Path(reference.__file__).read_text())
+@pytest.mark.parametrize("module", [reference, reference_model])
+def test_it_imports_nothing_that_it_measures(module):
+    tree = ast.parse(Path(module.__file__).read_text())
     imported = {
         name
         for node in ast.walk(tree)
@@ -67,7 +76,7 @@ def test_it_imports_nothing_that_it_measures():
         for name in ([node.module] if isinstance(node, ast.ImportFrom) else [alias.name for alias in node.names])
     }
     own = {name for name in imported if name.partition(".")[0] in ("nep", "models")}
-    assert own == {"nep.planning.shapes"}
+    assert own <= {"nep.planning.shapes", "nep.testing.reference_model"}
 
 
 def test_an_untrained_model_is_as_good_as_guessing():
@@ -76,7 +85,9 @@ def test_an_untrained_model_is_as_good_as_guessing():
     assert loss == pytest.approx(math.log(SHAPE.vocab_size), abs=1e-4)
 
 
-@pytest.mark.parametrize("shape", [SHAPE, TIED, WINDOW], ids=["plain", "tied", "window"])
+@pytest.mark.parametrize(
+    "shape", [SHAPE, TIED, WINDOW, DEEPSEEK, QWEN], ids=["plain", "tied", "window", "deepseek", "qwen"]
+)
 def test_gradients_are_finite_differences(shape):
     params = make_params(shape)
     tokens, targets = make_batch(shape)
@@ -96,6 +107,50 @@ def test_gradients_are_finite_differences(shape):
         for place in places:
             difference = (loss_with(name, place, step) - loss_with(name, place, -step)) / (2 * step)
             assert float(gradient.view(-1)[place]) == pytest.approx(difference, rel=1e-6, abs=1e-9), name
+
+
+def test_auxiliary_losses_of_two_tokens_by_hand():
+    """One sequence each, two experts, one choice: every number can be written down."""
+    shape = dataclasses.replace(SHAPE, num_layers=1, num_experts=2, top_k=1)
+    routing = LayerRouting(
+        logits_ne=torch.tensor([[0.0, math.log(3)], [math.log(4), 0.0]], dtype=torch.float64),
+        shares_ne=torch.tensor([[0.25, 0.75], [0.8, 0.2]], dtype=torch.float64),
+        chosen_ne=torch.tensor([[False, True], [True, False]]),
+        weights_ne=torch.ones(2, 2),
+    )
+    previous_e = torch.tensor([1, 3])
+    expected = {
+        ReferenceAux(z_loss=2.0): 2 * (math.log(4) ** 2 + math.log(5) ** 2),
+        ReferenceAux(balance_loss=1.0): 2 * 0.75 + 2 * 0.8,
+        ReferenceAux(balance_loss=1.0, balance_counts="step"): 0.5 * 2 * 2 * (0.525 + 0.475),
+        ReferenceAux(balance_loss=1.0, balance_counts="previous"): 2 * 2 * (0.25 * 0.525 + 0.75 * 0.475),
+    }
+    for aux, value in expected.items():
+        assert float(reference._aux_losses(shape, routing, 2, aux, previous_e)) == pytest.approx(value, rel=1e-12), aux
+
+
+def test_the_vocabulary_s_z_loss_is_of_its_logits():
+    tokens, targets = make_batch(SHAPE)
+    params = {name: value.requires_grad_() for name, value in make_params(SHAPE).items()}
+    logits = reference_logits(SHAPE, params, torch.as_tensor(tokens))
+    expected = torch.autograd.grad((logits.logsumexp(-1) ** 2).mean(), params["head.weight"])[0]
+    _, without = reference_gradients(SHAPE, params, tokens, targets)
+    _, gradients = reference_gradients(SHAPE, params, tokens, targets, aux=ReferenceAux(logits_z_loss=1.0))
+    torch.testing.assert_close(gradients["head.weight"] - without["head.weight"], expected, rtol=1e-10, atol=1e-12)
+
+
+def test_biases_even_out_the_load():
+    params = make_params(DEEPSEEK)
+    plain, biased = (
+        reference_train(
+            DEEPSEEK, params, lambda step: make_batch(DEEPSEEK, 1, (6, 16)), 12,
+            ReferenceHyper(lr=1e-9, warmup_steps=1, steps=12, aux=ReferenceAux(bias_rate=rate)),
+        )
+        for rate in (0.0, 0.05)
+    )  # fmt: skip
+    assert not plain.biases_le.any()
+    assert set((biased.biases_le / 0.05).round().flatten().tolist()) - {0.0}
+    assert biased.counts_le.double().std(1).mean() < 0.75 * plain.counts_le.double().std(1).mean()
 
 
 @pytest.mark.parametrize("shape", [SHAPE, TIED], ids=["plain", "tied"])
@@ -141,7 +196,7 @@ def test_training_leaves_its_arguments_alone_and_learns():
     params = make_params(SHAPE)
     before = {name: value.clone() for name, value in params.items()}
     hyper = ReferenceHyper(lr=0.02, warmup_steps=2, steps=20, clip_norm=math.inf)
-    losses, after, _ = reference_train(SHAPE, params, lambda step: make_batch(SHAPE, 1), 20, hyper)
+    losses, after, *_ = reference_train(SHAPE, params, lambda step: make_batch(SHAPE, 1), 20, hyper)
     assert all(torch.equal(params[name], before[name]) for name in params)
     assert not any(torch.equal(after[name], before[name]) for name in params)
     assert losses[-1] < 0.3 * losses[0]

@@ -17,7 +17,9 @@ import torch
 from nep.fault_tolerance.injection import Failure
 from nep.moe.aux_losses import AuxLosses
 from nep.parallel.optimizer import OptimizerConfig
-from nep.planning.shapes import preset
+from nep.planning.cluster import Cluster
+from nep.planning.planner import plan_after_failure
+from nep.planning.shapes import parameter_lines, preset
 from nep.train.config import TrainConfig
 
 SHAPE = preset("debug")
@@ -53,6 +55,14 @@ WRONG: dict[str, tuple[dict[str, Any], str]] = {
     "timeout_base_s not a number": ({"timeout_base_s": math.nan}, "timeout_base_s (nan)"),
     "timeout_base_s without end": ({"timeout_base_s": math.inf}, "timeout_base_s (inf)"),
     "aux_loss_coefficient": ({"aux_losses": AuxLosses(balance=-1.0)}, "aux_loss_coefficient (-1.0)"),
+    "logits_z_loss_coefficient": ({"aux_losses": AuxLosses(logits_z=-2.0)}, "logits_z_loss_coefficient (-2.0)"),
+    "counts of a slot": ({"aux_losses": AuxLosses(counts="slot")}, "aux_loss_counts ('slot')"),
+    "counts of a step in rounds": (
+        {"aux_losses": AuxLosses(balance=0.1, counts="step"), "global_batch_size": 17},
+        "aux_loss_counts ('step')",
+    ),
+    "router_bias_rate": ({"router_bias_rate": -1.0}, "router_bias_rate (-1.0)"),
+    "router_bias_rate without biases": ({"router_bias_rate": 0.5}, "router_bias_rate (0.5)"),
     "backend": ({"backend": "nccl"}, "'nccl'"),
     "optimizer's algorithm": ({"optimizer": OptimizerConfig(algorithm="adam")}, "algorithm ('adam')"),  # type: ignore[arg-type]
     "optimizer": ({"optimizer": OptimizerConfig(lr=-1.0)}, "lr (-1.0)"),
@@ -133,6 +143,21 @@ def test_a_folder_that_cannot_be_written_to(option: str, unwritable: Path) -> No
 
 def test_a_run_folder_that_cannot_be_made(unwritable: Path) -> None:
     assert f"run_dir ({unwritable / 'a' / 'b'})" in problems(run_dir=unwritable / "a" / "b")
+
+
+def test_counts_of_a_step_make_it_one_round_whatever_is_lost(run_dir: Path) -> None:
+    config = TrainConfig(run_dir=run_dir, aux_losses=AuxLosses(balance=0.1, counts="step"))
+    config.check(SHAPE, 4)  # four lanes of four sequences, and as many per round
+    lines, cluster = parameter_lines(SHAPE), Cluster.uniform(4, 4)
+    plan = config.first_plan(cluster, lines)
+    assert config.sequences_per_round(plan) == 4
+    after = plan_after_failure(plan, cluster.fail([2]), lines)
+    assert config.sequences_per_round(after) == max(lane.num_sequences for lane in after.lanes) > 4
+    assert TrainConfig().sequences_per_round(after) == 4, "only if a loss needs it"
+
+
+def test_biases_need_a_model_that_has_them(run_dir: Path) -> None:
+    TrainConfig(run_dir=run_dir, router_bias_rate=1e-3).check(preset("debug-fine"), 4)
 
 
 def test_dtypes_by_name() -> None:

@@ -45,9 +45,36 @@ def test_a_mixtral_config_is_the_preset() -> None:
 
 def test_what_is_simplified_is_said() -> None:
     notes = " ".join(model_from_config(DEEPSEEK_V3).notes)
-    for what in ("latent attention", "multi-token prediction", "quantization_config"):
+    for what in ("latent attention", "multi-token prediction", "quantization_config", "groups of experts"):
         assert what in notes
     assert model_from_config(MIXTRAL_8X7B).notes == ()
+
+
+@pytest.mark.parametrize(
+    ("name", "changes", "expected"),
+    [
+        ("mixtral-8x7b", {}, ("softmax", False, True, 1.0, False)),
+        ("olmoe-1b-7b", {}, ("softmax", False, False, 1.0, False)),
+        ("qwen3-30b-a3b", {"norm_topk_prob": True}, ("softmax", False, True, 1.0, False)),
+        ("qwen1.5-moe-a2.7b", {}, ("softmax", False, False, 1.0, True)),
+        ("deepseek-v2-lite", {}, ("softmax", False, False, 1.0, False)),
+        ("deepseek-v3", {}, ("sigmoid", True, True, 2.5, False)),
+        (
+            "deepseek-v3",
+            {"model_type": "kimi_k2", "routed_scaling_factor": 2.827},
+            ("sigmoid", True, True, 2.827, False),
+        ),
+        (
+            "deepseek-moe-16b",
+            {"norm_topk_prob": False, "scoring_func": "softmax"},
+            ("softmax", False, False, 1.0, False),
+        ),
+    ],
+)
+def test_how_experts_are_chosen_and_weighted(name: str, changes: dict, expected: tuple) -> None:
+    shape = model_from_config(PUBLISHED[name][0] | changes).shape
+    found = shape.router_scores, shape.router_bias, shape.norm_topk, shape.routed_scaling, shape.shared_gate
+    assert found == expected
 
 
 def test_what_transformers_writes_is_read(tmp_path) -> None:
@@ -94,6 +121,7 @@ def test_the_name_of_the_folder_is_the_models(tmp_path) -> None:
         ({"decoder_sparse_step": 2}, r"decoder_sparse_step \(2\)"),
         ({"mlp_only_layers": [0, 5]}, r"mlp_only_layers \(\[0, 5\]\)"),
         ({"rms_norm_eps": -1.0}, "rms_norm_eps"),
+        ({"scoring_func": "linear"}, r"scoring_func \('linear'\)"),
         ({"num_key_value_heads": 5}, r"num_kv_heads \(5\)"),
         ({"num_experts_per_tok": 129}, r"top_k \(129\)"),
     ],
