@@ -10,6 +10,7 @@ from nep.fault_tolerance.commit import commit_layout, settle
 from nep.fault_tolerance.recovery import rendezvous
 from nep.fault_tolerance.runtime import SlotRun
 from nep.parallel.migrate import migrate
+from nep.parallel.state import SlotState
 from nep.planning.plan import Plan
 
 log = logging.getLogger(__name__)
@@ -34,25 +35,48 @@ def change_layout(run: SlotRun, plan: Plan, reason: str) -> None:
     log.warning("layout %d: %s", plan.number, reason)
     groups = _groups(run, plan)
     try:
-        moved = migrate(
-            run.state,
-            plan,
-            live=run.current.members,
-            params_versions=dict.fromkeys(run.current.members, run.progress.tx),
-            version=run.progress.tx,
-            lines=run.recipe.lines,
-            dtype=run.recipe.dtype,
-            communicator=run.current.groups.transfer,
-            waiter=run.current.waiter,
-            probe=run.probe_at(run.progress.tx + 1),
-        )
-        commit_layout(run, moved)
+        commit_layout(run, _moved(run, plan))
     except BaseException:
         _close_new(groups, run.current.groups)
         raise
     before, run.generation = run.current.groups, dataclasses.replace(run.current, groups=groups)
     run.cluster = run.cluster.with_speeds(dict(zip(plan.slots, plan.speeds_ppm, strict=True)))
     _close_new(before, groups)
+
+
+def drain_layout(run: SlotRun, plan: Plan, reason: str) -> None:
+    """Move everything off slots that shall leave: a layout transaction to a plan without them.
+
+    All members call it, those that leave too, after the same committed step. Groups stay as they are, for the next
+    thing to do is to recover towards a generation without those slots; steps cannot be run in this one any more.
+
+    Args:
+        plan: for the others; its number becomes the next.
+        reason: for the log.
+
+    Raises:
+        Fault: the layout may or may not be committed; recovery finds out.
+    """
+    plan = dataclasses.replace(plan, number=run.state.plan.number + 1)
+    settle(run)
+    log.warning("layout %d: %s", plan.number, reason)
+    commit_layout(run, _moved(run, plan))
+
+
+def _moved(run: SlotRun, plan: Plan) -> SlotState:
+    """This slot's state under another plan, in fresh memory."""
+    return migrate(
+        run.state,
+        plan,
+        live=run.current.members,
+        params_versions=dict.fromkeys(run.current.members, run.progress.tx),
+        version=run.progress.tx,
+        lines=run.recipe.lines,
+        dtype=run.recipe.dtype,
+        communicator=run.current.groups.transfer,
+        waiter=run.current.waiter,
+        probe=run.probe_at(run.progress.tx + 1),
+    )
 
 
 def _groups(run: SlotRun, plan: Plan) -> Groups:

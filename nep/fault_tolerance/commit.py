@@ -174,7 +174,7 @@ def _vote(
         samples=sums.samples if sums else 0,
         sample_hash=sums.sample_hash if sums else 0,
         digest=bytes.fromhex(digest),
-        request=0,
+        request=len(run.requests.known),
         state_hash=0,
     )
     what = f"the vote on {'step' if kind is VoteKind.STEP else 'layout'} {number if kind is VoteKind.STEP else layout}"

@@ -52,9 +52,9 @@ def decision_key(generation: int) -> str:
     return f"decision/{generation}"
 
 
-def exit_key(slot: int) -> str:
-    """Present: the trainer of `slot` has ended before the job did. Written by its supervisor only."""
-    return f"exit/{slot}"
+def exit_key(slot: int, incarnation: int = 1) -> str:
+    """Present: this trainer of `slot` has ended before the job did. Written by its supervisor only."""
+    return f"exit/{slot}/{incarnation}"
 
 
 def fence_key(slot: int) -> str:
@@ -80,6 +80,16 @@ def arrived_key(slot: int) -> str:
 def injected_key(fault_id: int | str) -> str:
     """Present: this injected failure has fired (a replayed step must not fire it again)."""
     return f"injected/{fault_id}"
+
+
+def request_key(number: int) -> str:
+    """The request with this number, from 1 without gaps, written once; see `nep.fault_tolerance.requests`."""
+    return f"request/{number}"
+
+
+def step_key() -> str:
+    """The last committed step, for people: written now and then by the slot that speaks for the job."""
+    return "step"
 
 
 def job_key() -> str:

@@ -20,6 +20,7 @@ class Committed:
         sample_hash: sum of the samples' hashes modulo 2**64.
         grad_norm: global norm of the mean gradient, before clipping.
         skipped: the gradient was not finite, so nothing was updated.
+        request: highest number of a request that all slots had read.
     """
 
     step: int
@@ -29,6 +30,7 @@ class Committed:
     sample_hash: int
     grad_norm: float
     skipped: bool
+    request: int = 0
 
     @classmethod
     def from_tally(cls, step: int, tally: Tally) -> Committed:
@@ -41,6 +43,7 @@ class Committed:
             sample_hash=tally.sample_hash,
             grad_norm=tally.norm2**0.5 / tokens,
             skipped=tally.nonfinite,
+            request=tally.request,
         )
 
 
@@ -58,6 +61,11 @@ class History:
     steps: list[Committed] = field(default_factory=list)
     counts_le: list[torch.Tensor] = field(default_factory=list)
     num_updates: int = 0
+
+    @property
+    def request(self) -> int:
+        """Number of the last request in effect. A slot reads no fewer than before, so the last step has it."""
+        return self.steps[-1].request if self.steps else 0
 
     def lost_steps(self, last_step: int) -> int:
         """Steps up to `last_step` that were never committed."""

@@ -9,6 +9,7 @@ from typing import Any
 
 from nep.distributed.timeouts import Timeouts
 from nep.fault_tolerance.control_store import ControlStore, decision_key, end_key, exit_key, fence_key, record_key
+from nep.fault_tolerance.requests import incarnation_of
 from nep.fault_tolerance.transaction import Decision, Progress
 
 log = logging.getLogger(__name__)
@@ -20,6 +21,10 @@ _TURN_S = 0.05
 
 class LeftOut(RuntimeError):
     """The others went on without this slot: it was taken for dead."""
+
+
+class Drained(RuntimeError):
+    """This slot holds nothing any more and may leave: it was asked to, and the others know."""
 
 
 class JobEnded(RuntimeError):
@@ -34,9 +39,16 @@ class JobEnded(RuntimeError):
         self.exit_code = exit_code
 
 
-def dead_members(store: ControlStore, members: tuple[int, ...]) -> set[int]:
-    """Members whose supervisors have reported the end of their trainers."""
-    return {slot for slot in members if store.exists(exit_key(slot))}
+def dead_members(
+    store: ControlStore, members: tuple[int, ...], incarnations: Mapping[int, int] | None = None
+) -> set[int]:
+    """Members whose supervisors have reported the end of their trainers.
+
+    Args:
+        incarnations: which trainer of each slot is the member; the first where nothing is said.
+    """
+    of = incarnations or {}
+    return {slot for slot in members if store.exists(exit_key(slot, incarnation_of(of, slot)))}
 
 
 def agree(
@@ -46,6 +58,7 @@ def agree(
     own: Progress,
     timeouts: Timeouts,
     decide: Callable[[Mapping[int, Progress], set[int]], Decision],
+    incarnations: Mapping[int, int] | None = None,
 ) -> Decision:
     """Post this slot's record and return the decision that founds `generation`.
 
@@ -56,8 +69,10 @@ def agree(
         members: of the generation before.
         own: what this slot can prove.
         decide: makes the decision from the live members' records and the dead slots; any slot may be the one.
+        incarnations: see `dead_members`.
 
     Raises:
+        Drained: the decision says that this slot may leave.
         LeftOut: the decision was made without this slot.
         JobEnded: nobody will answer any more. A member that dies after it has finished breaks the generation for
             those who still wait, while others find that all have finished.
@@ -76,7 +91,7 @@ def agree(
             raise JobEnded(int(ended))
         now = time.monotonic()
         posted = [slot for slot in members if store.exists(record_key(generation, slot))]
-        dead = dead_members(store, members)
+        dead = dead_members(store, members, incarnations)
         silent = [slot for slot in members if slot not in posted and slot not in dead]
         live = [slot for slot in posted if slot not in dead]
         if not silent:
@@ -91,21 +106,25 @@ def agree(
                 "see their logs, and give a larger --timeout-base-s if they were only slow"
             )
         elif now > fence_at:
-            _fence(store, silent)
+            _fence(store, silent, incarnations or {})
             fence_at = deadline
         time.sleep(_POLL_S)
 
 
 def _checked(decision: Decision, slot: int) -> Decision:
+    if slot in decision.leavers and decision.action == "checkpoint":
+        return decision  # there may be nobody else to say so
+    if slot in decision.leavers:
+        raise Drained(f"slot {slot} is drained and leaves; {decision.reason}")
     if slot not in decision.members:
         raise LeftOut(f"slot {slot} is not in generation {decision.generation}: {decision.reason}")
     return decision
 
 
-def _fence(store: ControlStore, slots: list[int]) -> None:
+def _fence(store: ControlStore, slots: list[int], incarnations: Mapping[int, int]) -> None:
     for slot in slots:
         log.warning("slot %d does not answer; asking its supervisor to kill it", slot)
-        store.set(fence_key(slot), "1")
+        store.set(fence_key(slot), str(incarnation_of(incarnations, slot)))
 
 
 def _require(store: ControlStore, key: str) -> str:

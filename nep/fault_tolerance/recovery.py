@@ -6,7 +6,7 @@ import dataclasses
 import json
 import logging
 import time
-from collections.abc import Mapping
+from collections.abc import Collection, Mapping, Sequence
 
 from nep.distributed.groups import Rendezvous, build_groups
 from nep.distributed.waiting import Fault, Waiter
@@ -16,14 +16,19 @@ from nep.fault_tolerance.control_store import exit_key
 from nep.fault_tolerance.detection import FaultWatch
 from nep.fault_tolerance.membership import agree, dead_members, fault_reason
 from nep.fault_tolerance.returning import share_routing
+from nep.fault_tolerance.requests import incarnation_of, returners
+from nep.fault_tolerance.returning import share_bytes, share_routing
 from nep.fault_tolerance.runtime import Generation, SlotRun
 from nep.fault_tolerance.timeline import Recovery
-from nep.fault_tolerance.transaction import Decision, Progress
+from nep.fault_tolerance.transaction import NO_LAYOUT, Decision, Progress
 from nep.parallel.migrate import migrate
 from nep.planning.plan import Plan
-from nep.planning.planner import lost_intervals, plan_after_failure
+from nep.planning.planner import lost_intervals, plan_after_failure, plan_with_slots
 
 log = logging.getLogger(__name__)
+
+
+PLANNED = "planned"  # kind of the fault with which members break a generation on purpose
 
 
 class CheckpointNeeded(RuntimeError):
@@ -43,7 +48,7 @@ def enter_generation(run: SlotRun, number: int, members: tuple[int, ...], plan: 
     waiter = Waiter(fault, timeouts.first_step_s)
     # A supervisor writes the exit before it reads decisions, and we read the decision before the exits: so
     # whoever died around now is seen by one of the two.
-    dead = dead_members(run.store, members)
+    dead = dead_members(run.store, members, run.incarnations)
     if dead:
         reason = f"slots {sorted(dead)} ended before generation {number} began"
         run.store.raise_fault(number, fault_reason("exit", run.slot, reason))
@@ -89,14 +94,15 @@ def recover(run: SlotRun, fault: Fault, number: int, members: tuple[int, ...], r
     while True:
         recovery.attempts += 1
         log.warning("generation %d is broken: %s", number, fault)
-        run.store.raise_fault(number, fault_reason(fault.kind, run.slot, fault.detail))
+        stands = run.store.raise_fault(number, fault_reason(fault.kind, run.slot, fault.detail))
+        recovery.planned = recovery.planned and stands.get("reason") == PLANNED
         _park(run)
         decision = _agree(run, number, members)
         recovery.agreed_at = time.time()
         _describe(recovery, run, decision, members)
         try:
             _settle(run, decision)
-            _rebuild(run, decision, recovery)
+            enter_decided(run, decision, recovery)
             return recovery
         except Fault as again:
             fault, number, members = again.without_frames(), decision.generation, decision.members
@@ -121,14 +127,29 @@ def _agree(run: SlotRun, number: int, members: tuple[int, ...]) -> Decision:
         def lost(digest: str, live: tuple[int, ...]) -> list[tuple[str, int, int]]:
             return lost_intervals(plan_of(digest), live, run.recipe.lines)
 
+        here = {slot: record for slot, record in records.items() if slot not in dead}
+        request, came = _registered(run, here)
+
         def plan(digest: str, live: tuple[int, ...]) -> str:
-            gone = [slot for slot in plan_of(digest).slots if slot not in live]
-            after = plan_after_failure(plan_of(digest), run.cluster.fail(gone), run.recipe.lines)
-            return after.canonical_json()
+            before = plan_of(digest)
+            has = {slot for slot, post in here.items() if post.layout != NO_LAYOUT or post.next_digest == digest}
+            return next_plan(run, before, [slot for slot in before.slots if slot in has], live).canonical_json()
 
-        return transaction.decide(number + 1, members, records, dead, lost=lost, plan=plan)
+        return transaction.decide(
+            number + 1,
+            members,
+            records,
+            dead,
+            lost=lost,
+            plan=plan,
+            returners=tuple(came),
+            named=lambda digest: plan_of(digest).slots,
+            origin=lambda digest: plan_of(digest).canonical_json(),
+            incarnations={**run.incarnations, **came},
+            request=request,
+        )
 
-    decision = agree(run.store, number + 1, members, own, run.recipe.timeouts, decide)
+    decision = agree(run.store, number + 1, members, own, run.recipe.timeouts, decide, run.incarnations)
     if decision.action == "checkpoint":
         axis, lo, hi = decision.lost[0]
         lost_slots = sorted(set(run.state.plan.slots) - set(decision.members))
@@ -140,8 +161,29 @@ def _agree(run: SlotRun, number: int, members: tuple[int, ...]) -> Decision:
     return decision
 
 
+def _registered(run: SlotRun, here: Collection[int]) -> tuple[int, dict[int, int]]:
+    """Who may come with the next decision: the last request that it answers, and slot -> which trainer.
+
+    Args:
+        here: members of the generation before that have posted and live, as far as this slot knows.
+    """
+    run.requests.read(run.store)
+    known = run.requests.known
+    request = len(known)
+    for number, one in enumerate(known[run.considered :], run.considered + 1):
+        if one.kind == "join" and one.slot in here:
+            # Its predecessor is dead, and this slot has not heard of it: the next decision will take it.
+            request = number - 1
+            break
+    waiting = returners(known[:request], run.considered)
+    return request, {slot: one for slot, one in waiting.items() if not run.store.exists(exit_key(slot, one))}
+
+
 def _settle(run: SlotRun, decision: Decision) -> None:
     """RECOVER 5 to 7: layout first, then the decision itself, then roll forward if the step was committed."""
+    if run.slot in decision.returners:
+        run.next_state, run.progress = None, transaction.join(run.slot, decision)
+        return
     roll = transaction.must_apply(run.progress, decision)
     if transaction.settle_layout(run.progress, decision) == "adopt":
         adopt(run)
@@ -153,14 +195,48 @@ def _settle(run: SlotRun, decision: Decision) -> None:
     run.progress = dataclasses.replace(run.progress, prepared=None, next_layout=None, next_digest=None)
 
 
-def _rebuild(run: SlotRun, decision: Decision, recovery: Recovery) -> None:
-    """RECOVER 8 and 9: new groups, state into fresh memory, vote on the layout."""
+def next_plan(run: SlotRun, before: Plan, holding: Sequence[int], members: Sequence[int]) -> Plan:
+    """The plan for the members of a new generation.
+
+    Args:
+        before: the plan of layout LN.
+        holding: members that hold what it names for them.
+    """
+    lines, came = run.recipe.lines, [slot for slot in members if slot not in holding]
+    cluster = run.cluster.fail([slot for slot in run.cluster.live if slot not in holding])
+    # In a recovery without returners the plan is made as if nothing had ever come.
+    after = plan_after_failure(before, cluster.with_health(holding, "healthy"), lines)
+    if came:
+        after = plan_with_slots(
+            after,
+            cluster.with_health(members, "healthy"),
+            lines,
+            num_replicas=run.recipe.num_replicas,
+            lane_slots=run.recipe.lane_slots,
+        )
+    return dataclasses.replace(after, number=before.number + 1)
+
+
+def enter_decided(run: SlotRun, decision: Decision, recovery: Recovery) -> None:
+    """RECOVER 8 and 9: new groups, state into fresh memory, vote on the layout. All its members call it.
+
+    Raises:
+        Fault: the layout may or may not be committed; recovery goes on towards the next generation.
+    """
     assert decision.plan is not None
     plan = Plan.from_json(decision.plan)
-    live = decision.members
-    run.cluster = run.cluster.fail([slot for slot in run.cluster.live if slot not in live])
-    run.generation = enter_generation(run, decision.generation, live, plan)
+    members, returning = decision.members, decision.returners
+    live = tuple(slot for slot in members if slot not in returning)
+    run.incarnations, run.considered = dict(decision.incarnations), decision.request
+    run.cluster = (
+        run.cluster.fail([slot for slot in run.cluster.live if slot not in members])
+        .with_health(members, "healthy")
+        .with_speeds(dict(zip(plan.slots, plan.speeds_ppm, strict=True)))
+    )
+    run.generation = enter_generation(run, decision.generation, members, plan)
     recovery.rebuilt_at = time.time()
+    if returning:
+        _tell_returners(run, returning)
     if decision.returners and run.routing is not None:
         groups = run.generation.groups
         share_routing(run.routing, groups.vote, run.generation.waiter, decision.returners)
@@ -180,12 +256,23 @@ def _rebuild(run: SlotRun, decision: Decision, recovery: Recovery) -> None:
     recovery.moved_at = time.time()
 
 
+def _tell_returners(run: SlotRun, returning: Sequence[int]) -> None:
+    """What slots that hold nothing must know beside their tensors. All members call it."""
+    generation, (tell, take) = run.current, run.story
+    told = share_bytes(tell, generation.groups.transfer, generation.waiter, returning)
+    if told is not None:
+        take(told)
+    if run.routing is not None:
+        share_routing(run.routing, generation.groups.vote, generation.waiter, returning)
+
+
 def _describe(recovery: Recovery, run: SlotRun, decision: Decision, members: tuple[int, ...]) -> None:
     recovery.generation = decision.generation
     recovery.step = decision.committed
-    gone = sorted(set(members) - set(decision.members))
+    gone = [slot for slot in members if slot not in decision.leavers and _ended(run, decision, slot)]
+    recovery.planned = recovery.planned and not gone
     recovery.failed_slots = (*recovery.failed_slots, *gone)
-    exits = [run.store.get(exit_key(slot)) for slot in gone]
+    exits = [run.store.get(exit_key(slot, incarnation_of(run.incarnations, slot))) for slot in gone]
     times = [float(json.loads(text)["time"]) for text in exits if text]
     if times:
         earliest = min(times)
@@ -193,6 +280,12 @@ def _describe(recovery: Recovery, run: SlotRun, decision: Decision, members: tup
     recovery.reason = decision.reason
     members_text = ",".join(map(str, decision.members))
     log.warning("generation %d: slots %s, step %d is committed", decision.generation, members_text, decision.committed)
+
+
+def _ended(run: SlotRun, decision: Decision, slot: int) -> bool:
+    """Whether the trainer of a member of the generation before is no member of this one."""
+    now = incarnation_of(decision.incarnations, slot) if slot in decision.members else None
+    return now != incarnation_of(run.incarnations, slot)
 
 
 def _no_fault() -> None:

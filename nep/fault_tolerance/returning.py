@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
-from collections.abc import Collection
+from collections.abc import Callable, Collection
 
-from nep.distributed.collectives import all_gather_bytes
+import torch
+
+from nep.distributed.collectives import all_gather, all_gather_bytes
 from nep.distributed.groups import Communicator
 from nep.distributed.waiting import Waiter
 from nep.fault_tolerance.transaction import ProtocolViolation
@@ -34,3 +36,38 @@ def share_routing(
         raise ProtocolViolation(f"slots {differing} hold another routing state than slot {first}")
     if communicator.slots[communicator.rank] in returners:
         routing.load(held[first])
+
+
+def share_bytes(
+    tell: Callable[[], bytes], communicator: Communicator, waiter: Waiter, returners: Collection[int]
+) -> bytes | None:
+    """Bytes from the lowest member that knows them to those that do not. All members call it.
+
+    Args:
+        tell: makes the bytes; only one slot's is called.
+        communicator: all members.
+        waiter: how to wait.
+        returners: slots to which they go; some other slot is a member.
+
+    Returns:
+        On a returner what was told, elsewhere None.
+
+    Raises:
+        Fault: they have not come.
+    """
+    me = communicator.slots[communicator.rank]
+    teller = min(slot for slot in communicator.slots if slot not in returners)
+    mine = bytearray(tell() if me == teller else b"")
+    size = torch.tensor([len(mine)], dtype=torch.int64)
+    length = int(all_gather(communicator, size, waiter, "the size of the story")[communicator.slots.index(teller)])
+    sends: dict[int, torch.Tensor] = {}
+    receives: dict[int, torch.Tensor] = {}
+    if length and me == teller:
+        story = torch.frombuffer(mine, dtype=torch.uint8)
+        sends = {slot: story for slot in sorted(returners) if slot in communicator.slots}
+    elif length and me in returners:
+        receives = {teller: torch.empty(length, dtype=torch.uint8)}
+    waiter.wait(communicator.exchange(sends, receives), "what a slot that comes back must know")
+    if me not in returners:
+        return None
+    return receives[teller].numpy().tobytes() if length else b""

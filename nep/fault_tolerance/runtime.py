@@ -15,6 +15,7 @@ from nep.fault_tolerance.connections import Connections
 from nep.fault_tolerance.control_store import ControlStore
 from nep.fault_tolerance.history import History
 from nep.fault_tolerance.job import Job
+from nep.fault_tolerance.requests import Requests
 from nep.fault_tolerance.transaction import Progress
 from nep.moe.routing_state import RoutingState
 from nep.parallel.grad_sync import GradSync, Return
@@ -35,6 +36,7 @@ class Recipe:
         total_steps: T of the protocol.
         timeouts: derived from one base.
         keep_loads: remember the expert loads of every committed step.
+        num_replicas, lane_slots: what the job aims at when slots come back.
         router_bias_rate: what a step adds to, or takes from, the biases that experts are chosen with.
     """
 
@@ -45,6 +47,8 @@ class Recipe:
     timeouts: Timeouts
     keep_loads: bool = False
     router_bias_rate: float = 0.0
+    num_replicas: int = 1
+    lane_slots: int = 1
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -80,6 +84,10 @@ class SlotRun:
         counts_le: global tokens per layer and expert of the prepared step.
         cluster: health as this slot knows it.
         history: what was committed.
+        requests: those that this slot has read; `history.request` says how many are in effect.
+        considered: number of the last request that a decision has answered.
+        incarnations: which trainer of each slot is a member; the first where nothing is said.
+        story: what returners are told beside tensors: how this slot tells it, and how it takes it.
         routing: what routing remembers of it; None: the model keeps nothing.
         parking: groups and operations of broken generations.
     """
@@ -98,6 +106,10 @@ class SlotRun:
     returning: Return | None = None
     counts_le: torch.Tensor | None = None
     history: History = field(default_factory=History)
+    requests: Requests = field(default_factory=Requests)
+    considered: int = 0
+    incarnations: dict[int, int] = field(default_factory=dict)
+    story: tuple[Callable[[], bytes], Callable[[bytes], None]] = (bytes, lambda told: None)
     routing: RoutingState | None = None
     generation: Generation | None = None
     parking: ParkingLot = field(default_factory=ParkingLot)

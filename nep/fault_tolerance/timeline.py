@@ -24,6 +24,7 @@ class Recovery:
         failed_slots: slots that were left behind.
         step: last committed step, as decided.
         attempts: generations that it took (more than one if something failed during recovery).
+        planned: nothing has failed: slots were drained or have come back.
     """
 
     entered_at: float = field(default_factory=time.time)
@@ -37,6 +38,7 @@ class Recovery:
     failed_slots: tuple[int, ...] = ()
     step: int = 0
     attempts: int = 0
+    planned: bool = True
 
     @property
     def total_s(self) -> float:

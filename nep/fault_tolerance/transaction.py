@@ -107,6 +107,7 @@ class Decision(_Document):
         generation: the one it founds.
         members: its slots, ascending.
         returners: the members that hold nothing of layout LN, even where LN names them.
+        leavers: posters that layout LN leaves out, since they were drained: they live and are no members.
         committed: C, the last committed step.
         result: packed vote records of C; None if C is 0.
         result_slots: their slots.
@@ -118,11 +119,15 @@ class Decision(_Document):
         params_versions: for each member, `Progress.params_version` as posted.
         reason: for the log.
         lost: intervals without a live owner or mirror.
+        incarnations: which trainer of each member; the first where nothing is said.
+        request: number of the last request that counted; who registered by then and is no member waits no more.
+        origin: canonical JSON of the plan of layout LN if somebody returns who does not know it, else None.
     """
 
     generation: int
     members: Members
     returners: Members = ()
+    leavers: Members = ()
     committed: int
     result: bytes | None
     result_slots: Members
@@ -133,13 +138,18 @@ class Decision(_Document):
     params_versions: Mapping[int, int | None] = field(hash=False)
     reason: str = ""
     lost: tuple[LostInterval, ...] = ()
+    incarnations: Mapping[int, int] = field(default_factory=dict, hash=False)
+    request: int = 0
+    origin: str | None = None
 
     @classmethod
     def _decode(cls, document: dict[str, Any]) -> dict[str, Any]:
         document = super()._decode(document)
         document["members"] = tuple(document["members"])
         document["returners"] = tuple(document["returners"])
-        document["params_versions"] = {int(slot): v for slot, v in document["params_versions"].items()}
+        document["leavers"] = tuple(document["leavers"])
+        for name in ("params_versions", "incarnations"):
+            document[name] = {int(slot): value for slot, value in document[name].items()}
         document["lost"] = tuple(tuple(interval) for interval in document["lost"])
         return document
 
@@ -266,6 +276,18 @@ def holds_nothing(progress: Progress, layout: int, digest: str) -> bool:
     return progress.layout == NO_LAYOUT and (progress.next_layout, progress.next_digest) != (layout, digest)
 
 
+def has_left(progress: Progress, named: Collection[int]) -> bool:
+    """RECOVER 3: whether a poster held state once and layout LN leaves it out: it was drained, and may go.
+
+    As a member it would have no place in the plan. It posts all the same and waits for the decision: if it alone
+    saw the vote on the layout that drains it, and left, the others would go back to a layout that counts on it.
+
+    Args:
+        named: the slots of layout LN.
+    """
+    return progress.layout != NO_LAYOUT and progress.slot not in named
+
+
 def decide(
     generation: int,
     members_before: Collection[int],
@@ -276,6 +298,10 @@ def decide(
     plan: Callable[[str, Members], str],
     returners: Collection[int] = (),
     reason: str | None = None,
+    named: Callable[[str], Collection[int]] | None = None,
+    origin: Callable[[str], str] | None = None,
+    incarnations: Mapping[int, int] | None = None,
+    request: int = 0,
 ) -> Decision:
     """RECOVER 3: the decision that founds `generation`, to be written once by compare-and-set.
 
@@ -289,7 +315,11 @@ def decide(
         lost: (digest of layout LN, slots) -> intervals with neither an owner nor a mirror among the slots.
         plan: (digest of layout LN, members) -> canonical JSON of the plan to move to from there.
         returners: registered slots that join; they hold nothing yet.
-        reason: for the log; None: composed from who died.
+        reason: for the log; None: composed from who died, left and came.
+        named: digest of layout LN -> its slots; None: all that live.
+        origin: digest of layout LN -> canonical JSON of its plan, for returners.
+        incarnations: which trainer of each slot; of others than members it is dropped.
+        request: number of the last request that the returners were drawn from.
 
     Raises:
         TooEarly: somebody has neither posted nor is confirmed dead.
@@ -302,14 +332,18 @@ def decide(
         raise ProtocolViolation(f"generation {generation} has no survivor to decide it")
     committed, result, result_slots = choose_committed(survivors)
     layout, digest = choose_layout(survivors)
-    holders = tuple(s for s, progress in survivors.items() if not holds_nothing(progress, layout, digest))
-    members = tuple(sorted({*survivors, *returners}))
+    left = () if named is None else tuple(s for s, post in survivors.items() if has_left(post, named(digest)))
+    stay = {s: post for s, post in survivors.items() if s not in left}
+    holders = tuple(s for s, progress in stay.items() if not holds_nothing(progress, layout, digest))
+    members = tuple(sorted({*stay, *returners}))
     gone = tuple(lost(digest, holders))
     died = sorted(set(members_before) - set(survivors))
+    empty = tuple(sorted(set(members) - set(holders)))
     return Decision(
         generation=generation,
         members=members,
-        returners=tuple(sorted(set(members) - set(holders))),
+        returners=empty,
+        leavers=left,
         committed=committed,
         result=result,
         result_slots=result_slots,
@@ -318,9 +352,18 @@ def decide(
         action="checkpoint" if gone else "continue",
         plan=None if gone else plan(digest, members),
         params_versions={slot: survivors[slot].params_version for slot in holders},
-        reason=reason or (f"slots {died} are dead" if died else "a fault without a death"),
+        reason=reason or _reason(died, left, empty),
         lost=gone,
+        incarnations={s: number for s, number in (incarnations or {}).items() if s in members},
+        request=request,
+        origin=origin(digest) if origin is not None and empty and not gone else None,
     )
+
+
+def _reason(died: Sequence[int], left: Sequence[int], came: Sequence[int]) -> str:
+    parts = [f"slots {list(who)} {what}" for who, what in ((died, "are dead"), (left, "are drained")) if who]
+    parts += [f"slots {list(came)} return"] if came else []
+    return ", ".join(parts) or "a fault without a death"
 
 
 # After the decision.

@@ -102,6 +102,22 @@ class SlotState:
         )
 
     @classmethod
+    def nothing(
+        cls, plan: Plan, slot: int, lines: Lines, dtype: torch.dtype, moments: Sequence[str] = ADAMW_MOMENTS
+    ) -> SlotState:
+        """What a slot has that has just come: not one unit, even if the plan names it."""
+        others = [other for other in plan.slots if other != slot]
+        wide = accumulation_dtype(dtype)
+        return cls(
+            plan=plan,
+            slot=slot,
+            params=allocate(plan.holders.restrict(others), slot, lines, dtype),
+            versions={},
+            owned=OptimizerShard.empty(plan.owners.restrict(others), slot, lines, wide, moments),
+            mirrored=OptimizerShard.empty(plan.mirrors.restrict(others), slot, lines, wide, moments),
+        )
+
+    @classmethod
     def initial(
         cls,
         plan: Plan,

@@ -12,6 +12,7 @@ from typing import get_args
 from nep.planning.cluster import Cluster
 from nep.planning.degrees import Degrees
 from nep.planning.holding.assembly import ExpertAxes, assemble, hold_experts
+from nep.planning.holding.growth import grow
 from nep.planning.holding.lanes import form_lanes, hold_dense, make_lanes
 from nep.planning.holding.mirrors import place_mirrors
 from nep.planning.holding.replica_cuts import CutsFromScratch, Prices
@@ -127,6 +128,71 @@ def plan_after_failure(plan: Plan, cluster: Cluster, lines: Lines) -> Plan:
         redundancy=plan.redundancy,
         new_mirrors=False,
     )
+
+
+def plan_with_slots(
+    plan: Plan, cluster: Cluster, lines: Lines, *, num_replicas: int = 1, lane_slots: int = 1
+) -> Plan:
+    """Plans for slots that have come, moving no more than their share.
+
+    Each joins the slowest replica and takes over from those in it that have most, which keep the rest. A replica
+    that had disappeared comes back as soon as none would be smaller than those of the full cluster; slots of the
+    largest replicas move to it then if those that have come are too few. Owners with more than their part give up
+    some to the slots that have come. Nothing new is mirrored, `plan_mirrors` does that later.
+
+    Args:
+        plan: the plan in force; all its slots are healthy.
+        cluster: every slot of the job; the healthy ones that the plan does not use have come.
+        lines: the model's.
+        num_replicas: what the job aims at.
+        lane_slots: most slots of a lane.
+
+    Returns:
+        The next plan, or the same object if nobody has come.
+
+    Raises:
+        ValueError: if a slot of the plan is not of the cluster, or not healthy.
+    """
+    _require_known(plan, cluster)
+    healthy = frozenset(cluster.healthy)
+    if unfit := sorted(set(plan.slots) - healthy):
+        raise ValueError(f"slots {unfit} of plan {plan.number} are not healthy; plan for their failure first")
+    came = [slot for slot in cluster.healthy if slot not in plan.slots]
+    if not came:
+        return plan
+    speeds = cluster.speeds_ppm
+    smallest = max(1, len(cluster.slots) // max(1, num_replicas))
+    missing = 0
+    while (
+        len(plan.replicas) + missing < num_replicas
+        and len(healthy) // (len(plan.replicas) + missing + 1) >= smallest
+    ):
+        missing += 1
+    number, before = plan.number, plan
+    if missing:
+        need = missing * (len(healthy) // (len(plan.replicas) + missing)) - len(came)
+        movers = _movers(plan, need)
+        if movers:
+            plan = plan_after_failure(plan, cluster.with_health(movers, "draining"), lines)
+            came = sorted([*came, *movers])
+    replicas = [list(replica) for replica in plan.replicas]
+    fresh: list[list[int]] = [[] for _ in range(missing)]
+    for slot in came:
+        pick = [replica for replica in fresh if len(replica) < len(healthy) // (len(plan.replicas) + missing)]
+        # A replica that comes back first; then whichever is slowest.
+        target = pick[0] if pick else min(replicas + fresh, key=lambda replica: sum(speeds[one] for one in replica))
+        target.append(slot)
+    after = grow(plan, [*replicas, *fresh], cluster=cluster, lines=lines, lane_slots=lane_slots)
+    return replace(after, number=number + 1) if before is not plan else after
+
+
+def _movers(plan: Plan, need: int) -> list[int]:
+    """Slots that leave for another replica, the last ones of the largest."""
+    sizes = [list(replica) for replica in plan.replicas]
+    movers: list[int] = []
+    for _ in range(need):
+        movers.append(max(sizes, key=len).pop())
+    return movers
 
 
 def plan_mirrors(plan: Plan, cluster: Cluster, lines: Lines) -> Plan:

@@ -116,6 +116,7 @@ def assemble(
     lines: Lines,
     redundancy: Redundancy,
     current: Plan | None = None,
+    owners: Layout | None = None,
     keep_held: bool = False,
     new_mirrors: bool = True,
 ) -> Plan:
@@ -132,6 +133,7 @@ def assemble(
         lines: the model's.
         redundancy: where owners are mirrored.
         current: the plan in force; None: there is no state yet.
+        owners: who shall own what it still holds, in place of those in force.
         keep_held: whether all slots hold at least what they hold in the plan in force.
         new_mirrors: whether owners without a mirror get one, see `place_mirrors`.
     """
@@ -140,18 +142,20 @@ def assemble(
     holders = Layout({axis: cuts[axis] for axis in axis_lines(lines)})
     staying: Mapping[str, Mapping[int, Intervals]] = {}
     if current is not None:
-        staying = staying_owners(current.owners, current.holders, holders, frozenset(slots), keep_held=keep_held)
-    owners, gained = assign_owners(holders, staying, lines)
+        staying = staying_owners(
+            owners or current.owners, current.holders, holders, frozenset(slots), keep_held=keep_held
+        )
+    assigned, gained = assign_owners(holders, staying, lines)
     mirrors = Layout({})
     if current is not None and redundancy != "none":
-        mirrors = staying_mirrors(current.mirrors, owners, gained, frozenset(slots))
+        mirrors = staying_mirrors(current.mirrors, assigned, gained, frozenset(slots))
     plan = Plan(
         number=1 if current is None else current.number + 1,
         slots=slots,
         replicas=replicas,
         lanes=lanes,
         holders=holders,
-        owners=owners,
+        owners=assigned,
         mirrors=mirrors,
         redundancy=redundancy,
         speeds_ppm=tuple(speeds[slot] for slot in slots),

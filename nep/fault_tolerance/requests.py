@@ -1,0 +1,118 @@
+"""Requests to a running job: who shall leave, who may come back, who has come.
+
+A request is an entry `request/{n}` of the control store, numbered from 1 without gaps and never changed. Trainers read
+them before each vote; one takes effect with the first committed step whose records all carry its number, so that all
+slots obey it at the same boundary, whatever fails meanwhile. What it then asks for follows from committed state alone:
+a boundary that is come to again asks for the same.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+import time
+import uuid
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Literal, Self, get_args
+
+from nep.fault_tolerance.control_store import ControlStore, request_key
+
+SCHEMA = 1
+Kind = Literal["drain", "undrain", "join"]
+
+
+@dataclass(frozen=True, kw_only=True)
+class Request:
+    """One request.
+
+    Attributes:
+        kind: drain (the slot shall leave), undrain (it may come back) or join (a trainer has come up and waits).
+        slot: which one.
+        incarnation: join: which trainer of the slot; else 0.
+        time: when, seconds since the epoch.
+        nonce: tells equal requests apart, so that each has a number of its own.
+    """
+
+    kind: Kind
+    slot: int
+    incarnation: int = 0
+    time: float = field(default_factory=time.time)
+    nonce: str = field(default_factory=lambda: uuid.uuid4().hex)
+
+    def __post_init__(self) -> None:
+        if self.kind not in get_args(Kind):
+            raise ValueError(f"request kind ({self.kind!r}) must be one of {', '.join(get_args(Kind))}")
+
+    def to_json(self) -> str:
+        return json.dumps({"schema": SCHEMA, **dataclasses.asdict(self)}, sort_keys=True)
+
+    @classmethod
+    def from_json(cls, text: str) -> Self:
+        """Reads what `to_json` wrote.
+
+        Raises:
+            ValueError: another format.
+        """
+        value = json.loads(text)
+        schema = value.pop("schema", None)
+        if schema != SCHEMA:
+            raise ValueError(f"request of schema {schema} must be of {SCHEMA}; use one release of nep for job and tools")
+        return cls(**value)
+
+
+class Requests:
+    """The requests of a job in order of their numbers, as far as they have been read."""
+
+    def __init__(self) -> None:
+        self.known: list[Request] = []
+
+    def read(self, store: ControlStore) -> int:
+        """Read what is new: one round trip if nothing is. Returns the highest number."""
+        while (text := store.get(request_key(len(self.known) + 1))) is not None:
+            self.known.append(Request.from_json(text))
+        return len(self.known)
+
+    def post(self, store: ControlStore, request: Request) -> int:
+        """Put a request at the end of the queue. Returns its number."""
+        mine = request.to_json()
+        while True:
+            number = self.read(store) + 1
+            if store.compare_and_set(request_key(number), "", mine) == mine:
+                self.read(store)
+                return number
+
+
+def drained(requests: Iterable[Request]) -> frozenset[int]:
+    """Slots that shall not train, after these requests."""
+    found: set[int] = set()
+    for request in requests:
+        if request.kind == "drain":
+            found.add(request.slot)
+        elif request.kind == "undrain":
+            found.discard(request.slot)
+    return frozenset(found)
+
+
+def leaving(requests: Sequence[Request], slots: Sequence[int]) -> tuple[int, ...]:
+    """Those of a plan's slots that shall leave it. One stays, whatever is asked: the lowest of the last."""
+    wanted = drained(requests)
+    gone = tuple(slot for slot in slots if slot in wanted)
+    return gone if len(gone) < len(slots) else gone[1:]
+
+
+def returners(requests: Sequence[Request], considered: int) -> dict[int, int]:
+    """Slots that wait to be members -> which trainer of theirs.
+
+    Args:
+        requests: up to the one that counts.
+        considered: number of the last that an earlier decision has answered; a trainer that it left out waits no more.
+    """
+    away = drained(requests)
+    waiting = {request.slot: request.incarnation for request in requests[considered:] if request.kind == "join"}
+    return {slot: incarnation for slot, incarnation in sorted(waiting.items()) if slot not in away}
+
+
+def incarnation_of(incarnations: Mapping[int, int], slot: int) -> int:
+    """Which trainer of a slot is the member; the first where nothing is said."""
+    return incarnations.get(slot, 1)
