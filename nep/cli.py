@@ -43,10 +43,31 @@ def _calibrate(arguments: Sequence[str]) -> int:
     return run(arguments)
 
 
+def _status(arguments: Sequence[str]) -> int:
+    from nep.train.job_command import status as run
+
+    return run(arguments)
+
+
+def _drain(arguments: Sequence[str]) -> int:
+    from nep.train.job_command import drain as run
+
+    return run(arguments)
+
+
+def _undrain(arguments: Sequence[str]) -> int:
+    from nep.train.job_command import undrain as run
+
+    return run(arguments)
+
+
 COMMANDS: Mapping[str, Command] = MappingProxyType(
     {
         "plan": Command(summary="where experts go, what a step takes and what has to move, with reasons", main=_plan),
         "calibrate": Command(summary="measure this machine for the planner", main=_calibrate),
+        "status": Command(summary="which step a running job is at, and how its slots are", main=_status),
+        "drain": Command(summary="let a slot leave a running job without losing anything", main=_drain),
+        "undrain": Command(summary="let a slot that was drained or left out come back", main=_undrain),
     }
 )
 

@@ -52,6 +52,7 @@ class JobSpec:
         run_dir: folder for job.json and the slots' logs.
         timeout_base_s: seconds from which every time-out is derived.
         incarnation: which trainer of this slot, counting from 1.
+        respawn: how often the supervisor starts another trainer after one has died.
     """
 
     slot: int
@@ -65,6 +66,7 @@ class JobSpec:
     run_dir: Path
     timeout_base_s: float = DEFAULT_TIMEOUT_BASE_S
     incarnation: int = 1
+    respawn: int = 0
 
     def __post_init__(self) -> None:
         if not 0 <= self.slot < self.num_slots:
@@ -73,6 +75,8 @@ class JobSpec:
             raise ValueError(f"local_index ({self.local_index}) must be in [0, slots_per_node ({self.slots_per_node}))")
         if not self.timeout_base_s > 0:
             raise ValueError(f"timeout_base_s ({self.timeout_base_s}) must be > 0")
+        if self.respawn < 0:
+            raise ValueError(f"respawn ({self.respawn}) must not be negative; 0 starts no other trainer")
 
     @property
     def prefix(self) -> str:

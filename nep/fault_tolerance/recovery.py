@@ -15,7 +15,6 @@ from nep.fault_tolerance.commit import adopt, apply, commit_layout
 from nep.fault_tolerance.control_store import exit_key
 from nep.fault_tolerance.detection import FaultWatch
 from nep.fault_tolerance.membership import agree, dead_members, fault_reason
-from nep.fault_tolerance.returning import share_routing
 from nep.fault_tolerance.requests import incarnation_of, returners
 from nep.fault_tolerance.returning import share_bytes, share_routing
 from nep.fault_tolerance.runtime import Generation, SlotRun

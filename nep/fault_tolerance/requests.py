@@ -57,7 +57,7 @@ class Request:
         value = json.loads(text)
         schema = value.pop("schema", None)
         if schema != SCHEMA:
-            raise ValueError(f"request of schema {schema} must be of {SCHEMA}; use one release of nep for job and tools")
+            raise ValueError(f"request of schema {schema} must be of {SCHEMA}; use one release of nep everywhere")
         return cls(**value)
 
 

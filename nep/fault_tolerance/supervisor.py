@@ -18,6 +18,7 @@ What keeps this safe (each rule has a hang or an orphan behind it):
 from __future__ import annotations
 
 import contextlib
+import dataclasses
 import faulthandler
 import os
 import signal
@@ -34,6 +35,7 @@ import torch.distributed as dist
 from nep.distributed.timeouts import Timeouts
 from nep.fault_tolerance import processes
 from nep.fault_tolerance.control_store import (
+    FIRST_GENERATION,
     ControlStore,
     decision_key,
     end_key,
@@ -48,6 +50,7 @@ from nep.fault_tolerance.job import (
     publish_job,
     slot_log_path,
 )
+from nep.fault_tolerance.requests import Requests, drained, incarnation_of
 
 Trainer = Callable[[Job], int]
 T = TypeVar("T")
@@ -116,10 +119,13 @@ def supervise(trainer: Trainer, *, spec: JobSpec) -> int:
     inherited_mask = signal.pthread_sigmask(signal.SIG_BLOCK, _WATCHED)
     timeouts = SupervisorTimeouts.from_base(spec.timeout_base_s)
     try:
-        cell = GenerationCell()
-        pid = _fork_trainer(trainer, Job.from_spec(spec, cell, spec.store_address), inherited_mask)
-        supervisor = _Supervisor(spec=spec, trainer_pid=pid, launcher_pid=launcher_pid, cell=cell, timeouts=timeouts)
-        return supervisor.run()
+        cell, address = GenerationCell(), spec.store_address
+
+        def start(incarnation: int) -> int:
+            job = Job.from_spec(dataclasses.replace(spec, incarnation=incarnation), cell, address)
+            return _fork_trainer(trainer, job, inherited_mask)
+
+        return _Supervisor(spec=spec, start=start, launcher_pid=launcher_pid, cell=cell, timeouts=timeouts).run()
     finally:
         processes.end_descendants(timeouts.helper_s)
         while signal.sigtimedwait(_WATCHED, 0) is not None:
@@ -192,19 +198,33 @@ def _run_trainer(trainer: Trainer, job: Job, mask: Iterable[int], parent_pid: in
 
 
 class _Supervisor:
-    """The parent's part, after the fork."""
+    """The parent's part. Making one forks the first trainer.
+
+    Args:
+        spec: this slot's place in the job.
+        start: forks the trainer of that incarnation and returns its pid.
+        launcher_pid: this process's parent.
+        cell: how a trainer tells its generation.
+        timeouts: see there.
+    """
 
     def __init__(
         self,
         *,
         spec: JobSpec,
-        trainer_pid: int,
+        start: Callable[[int], int],
         launcher_pid: int,
         cell: GenerationCell,
         timeouts: SupervisorTimeouts,
     ):
         self._spec = spec
-        self._pid = trainer_pid
+        self._start = start
+        self._incarnation = spec.incarnation
+        self._respawns = spec.respawn  # left
+        self._requests = Requests()
+        self._answered = 0  # requests that were there when the trainer was started
+        self._left_out = False
+        self._pid = start(spec.incarnation)
         self._running = True
         self._launcher_pid = launcher_pid
         self._cell = cell
@@ -216,20 +236,25 @@ class _Supervisor:
         self._kill_reason = ""
         self._flagged: set[int] = set()  # generations whose fault flag this supervisor has raised
         self._members: tuple[int, ...] = tuple(range(spec.num_slots))  # of the newest decision
+        self._incarnations: dict[int, int] = {}  # which trainer of each member
         self._decision = cell.get()  # its generation
 
     def run(self) -> int:
         self._connect()
-        exit_code = self._wait_for_trainer()
-        end_code = self._end_code()
-        if end_code is not None:
-            return self._leave_after_end(exit_code, end_code)
-        if self._store is None:
-            # Nobody can tell whether the job has ended: the trainer's word counts.
-            return exit_code if exit_code in FINAL_CODES else 1
-        self._report_exit(exit_code)
-        processes.end_descendants(self._timeouts.helper_s)  # what the trainer had started is adopted by now
-        return self._wait_for_end()
+        while True:
+            exit_code = self._wait_for_trainer()
+            end_code = self._end_code()
+            if end_code is not None:
+                return self._leave_after_end(exit_code, end_code)
+            if self._store is None:
+                # Nobody can tell whether the job has ended: the trainer's word counts.
+                return exit_code if exit_code in FINAL_CODES else 1
+            self._report_exit(exit_code)
+            processes.end_descendants(self._timeouts.helper_s)  # what the trainer had started is adopted by now
+            code = self._wait_for_end()
+            if code is not None:
+                return code
+            self._respawn()
 
     # The control store. The agent that hosts it may die at any time: then there is nobody left to tell.
 
@@ -316,7 +341,7 @@ class _Supervisor:
     def _obey_fence(self) -> None:
         # A fence names the trainer it means: it may be for an earlier one of this slot.
         wanted = self._ask(lambda s: s.get(fence_key(self._spec.slot)), None)
-        if not self._fenced and wanted == str(self._spec.incarnation):
+        if not self._fenced and wanted == str(self._incarnation):
             self._fenced = True
             self._say("killing the trainer: it was fenced")
             processes.send_signal(self._pid, signal.SIGKILL)  # ends a stopped process too
@@ -330,12 +355,12 @@ class _Supervisor:
         return end_code
 
     def _report_exit(self, exit_code: int) -> None:
-        """Tell the others that this slot's trainer is gone for good."""
+        """Tell the others that this trainer is gone for good, whether or not another one comes."""
         spec, generation = self._spec, self._cell.get()
         self._decision = generation
         record = {
             "slot": spec.slot,
-            "incarnation": spec.incarnation,
+            "incarnation": self._incarnation,
             "status": exit_code,
             "signal": processes.signal_name(-exit_code) if exit_code < 0 else None,
             "fenced": self._fenced,
@@ -345,12 +370,13 @@ class _Supervisor:
         }
         # Before any decision is read. A member reads the decision first and the exit keys afterwards, so
         # whatever the order, either it sees this key or this supervisor sees the decision.
-        self._ask(lambda s: s.set_json(exit_key(spec.slot), record), None)
-        self._flag(generation)
+        self._ask(lambda s: s.set_json(exit_key(spec.slot, self._incarnation), record), None)
+        if generation >= FIRST_GENERATION:
+            self._flag(generation)
         self._follow_decisions()
         self._say(
             f"the trainer ended by {_describe(exit_code)} in generation {generation}; its log is "
-            f"{record['log']}; waiting for the others to end the job"
+            f"{record['log']}"
         )
 
     def _flag(self, generation: int) -> None:
@@ -372,16 +398,25 @@ class _Supervisor:
             decision = later
         if decision is not None:
             self._members = tuple(decision["members"])
-            if self._spec.slot in self._members:
+            self._incarnations = {int(slot): one for slot, one in decision.get("incarnations", {}).items()}
+            if self._spec.slot in self._members and self._counts_on(self._spec.slot) == self._incarnation:
                 self._flag(self._decision)
 
+    def _counts_on(self, slot: int) -> int:
+        """Which trainer of a slot is a member of the newest decision."""
+        return incarnation_of(self._incarnations, slot)
+
     def _nobody_is_left(self) -> bool:
-        exits = [exit_key(slot) for slot in self._members]
+        exits = [exit_key(slot, self._counts_on(slot)) for slot in self._members]
         # The last one to go may have set the end flag since the last look.
         return self._ask(lambda s: s.exists(exits), False) and self._end_code() is None
 
-    def _wait_for_end(self) -> int:
-        """Keep this worker alive, since the launcher would stop the others, until they have ended the job."""
+    def _wait_for_end(self) -> int | None:
+        """Keep this worker alive, since the launcher would stop the others, until they have ended the job.
+
+        Returns:
+            The exit code, or None: another trainer is to be started.
+        """
         next_slow_look_s = 0.0
         while True:
             end_code = self._end_code()
@@ -396,7 +431,39 @@ class _Supervisor:
                 if self._nobody_is_left():
                     self._say(f"nobody is left: the trainers of slots {list(self._members)} have ended")
                     return 1
+                if self._may_respawn():
+                    return None
             self._pause()
+
+    # Another trainer.
+
+    def _may_respawn(self) -> bool:
+        """Whether the slot is to be tried again: an operator says so, or it has died and the budget lasts."""
+        slot, requests = self._spec.slot, self._requests
+        self._ask(requests.read, 0)
+        if self._stopping or self._store is None or slot in drained(requests.known):
+            return False
+        if any(one.kind == "undrain" and one.slot == slot for one in requests.known[self._answered :]):
+            return True
+        if self._respawns:
+            self._respawns -= 1
+            return True
+        if not self._left_out and self._spec.respawn:
+            self._left_out = True
+            self._say(
+                f"slot {slot} is left out: its trainer has died {self._spec.respawn + 1} times (--respawn "
+                f"{self._spec.respawn}); find out why in its log, then try again with: nep undrain {slot}"
+            )
+        return False
+
+    def _respawn(self) -> None:
+        self._incarnation += 1
+        self._answered, self._left_out = len(self._requests.known), False
+        self._fenced, self._kill_at_s = False, None
+        self._cell.set(FIRST_GENERATION - 1)  # in none, until a decision names it
+        self._say(f"starting trainer {self._incarnation} of slot {self._spec.slot}")
+        self._pid = self._start(self._incarnation)
+        self._running = True
 
     def _say(self, text: str) -> None:
         place = f"[gen {self._cell.get()} | slot {self._spec.slot} | supervisor]"

@@ -43,16 +43,17 @@ class Recovery:
     @property
     def total_s(self) -> float:
         """From the failure to the next committed step."""
-        return self.resumed_at - self._start
+        return self.resumed_at - self.started_at
 
     @property
-    def _start(self) -> float:
+    def started_at(self) -> float:
+        """When the failure happened, as far as is known."""
         return self.entered_at if self.failed_at is None else min(self.failed_at, self.entered_at)
 
     def phases_s(self) -> dict[str, float]:
         """Seconds of each phase; they add up to `total_s`."""
         marks = (
-            self._start,
+            self.started_at,
             self.entered_at,
             self.agreed_at,
             self.rebuilt_at,

@@ -50,6 +50,7 @@ class TrainConfig:
         moe_backend: kernels of the experts: `auto` or a name of `nep.moe.backends`, see docs/backends.md.
         backend: of the process groups; gloo (CPU) only so far.
         timeout_base_s: the one value that all time-outs are derived from.
+        respawn: how often the process of each slot is started anew after it died.
         validation_sequences: held-out sequences for the validation loss, at the beginning and at the end.
         failures: to inject, see `Failure`.
         run_dir: folder for logs and job.json.
@@ -75,6 +76,7 @@ class TrainConfig:
     moe_backend: str = "auto"
     backend: Literal["gloo", "nccl"] = "gloo"
     timeout_base_s: float = 30.0
+    respawn: int = 1
     validation_sequences: int = 16
     failures: tuple[Failure, ...] = ()
     run_dir: Path = Path("runs")
@@ -216,6 +218,8 @@ class TrainConfig:
             )
         if self.validation_sequences < 0:
             problems.append(f"validation_sequences ({self.validation_sequences}) must not be negative")
+        if self.respawn < 0:
+            problems.append(f"respawn ({self.respawn}) must not be negative; 0 starts no process anew")
         if not 0 < self.timeout_base_s <= _LONGEST_BASE_S:
             problems.append(
                 f"timeout_base_s ({self.timeout_base_s}) must be a positive number of seconds, at most a day's "

@@ -110,6 +110,8 @@ class Options:
     """Of the process groups: gloo trains on the CPU; nccl is refused until recovery works on CUDA."""
     timeout_base_s: float = 30.0
     """Every time-out is derived from this; more than the longest time between two exchanges."""
+    respawn: int = 1
+    """How often each slot's process is started anew after it died; then the slot is left out until nep undrain."""
     validation_sequences: int = 16
     """Held-out sequences for the validation loss."""
     plan: Path | None = None
@@ -231,6 +233,7 @@ def _checked(options: Options, num_slots: int) -> _Request:
         moe_backend=options.moe_backend,
         backend=options.backend,
         timeout_base_s=options.timeout_base_s,
+        respawn=options.respawn,
         validation_sequences=options.validation_sequences,
         failures=tuple(Failure.parse(text) for text in options.fail),
         run_dir=options.run_dir,
@@ -292,7 +295,7 @@ def _start(build: BuildModel, request: _Request, spec: JobSpec | None, run_dir: 
             timeout_base_s=request.config.timeout_base_s,
         )
         return run_alone(lambda job: _train(build, request, job), spec=alone)
-    spec = dataclasses.replace(spec, run_dir=run_dir / spec.run_id)
+    spec = dataclasses.replace(spec, run_dir=run_dir / spec.run_id, respawn=request.config.respawn)
     return supervise(lambda job: _train(build, request, job), spec=spec)
 
 
@@ -340,8 +343,9 @@ class _View:
     def _recovery(self, trainer: Trainer, recovery: Recovery) -> None:
         if trainer.reports:
             phases = ", ".join(f"{name} {seconds * 1e3:.0f} ms" for name, seconds in recovery.phases_s().items())
+            since = "from the last step" if recovery.planned else "from failure"
             self._progress.message(
-                f"generation {recovery.generation}: {recovery.reason}; {recovery.total_s * 1e3:.0f} ms from failure "
+                f"generation {recovery.generation}: {recovery.reason}; {recovery.total_s * 1e3:.0f} ms {since} "
                 f"to the next committed step ({phases})"
             )
 

@@ -42,6 +42,7 @@ def outcome(trainer: Trainer, model_name: str) -> dict[str, Any]:
         "repeated_samples": repeated,
         "recovery_s": [recovery.total_s for recovery in trainer.recoveries],
         "recovery_phases_s": [recovery.phases_s() for recovery in trainer.recoveries],
+        "full_size_s": trainer.full_size_s,
         "live_slots": list(trainer.members),
         "data_digest": trainer.data.digest,
         "layout": trainer.plan.number,

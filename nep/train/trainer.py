@@ -15,35 +15,49 @@ from nep.distributed.collectives import all_gather_bytes, sum_exact
 from nep.distributed.groups import create_device
 from nep.distributed.timeouts import Timeouts
 from nep.distributed.waiting import Fault
+from nep.fault_tolerance import transaction
 from nep.fault_tolerance.arrival import wait_for_everybody
-from nep.fault_tolerance.change import change_layout
+from nep.fault_tolerance.change import change_layout, drain_layout
 from nep.fault_tolerance.commit import commit_step, settle
 from nep.fault_tolerance.connections import Connections
-from nep.fault_tolerance.control_store import ControlStore, decision_key, end_key, finished_key
+from nep.fault_tolerance.control_store import (
+    FIRST_GENERATION,
+    ControlStore,
+    decision_key,
+    end_key,
+    finished_key,
+    step_key,
+)
 from nep.fault_tolerance.history import Committed
 from nep.fault_tolerance.injection import Injector, fired
 from nep.fault_tolerance.job import Job
-from nep.fault_tolerance.membership import JobEnded, LeftOut
-from nep.fault_tolerance.recovery import CheckpointNeeded, enter_generation, recover
+from nep.fault_tolerance.joining import NobodyLeft, first_decision, join_job
+from nep.fault_tolerance.membership import Drained, JobEnded, LeftOut
+from nep.fault_tolerance.recovery import PLANNED, CheckpointNeeded, enter_decided, enter_generation, recover
+from nep.fault_tolerance.requests import leaving, returners
 from nep.fault_tolerance.runtime import Recipe, SlotRun
 from nep.fault_tolerance.timeline import Recovery
-from nep.fault_tolerance.transaction import Decision, Progress
+from nep.fault_tolerance.transaction import NO_LAYOUT, Decision, Progress
 from nep.moe.routing_state import RoutingState
 from nep.parallel.grad_sync import GradSync, Reduction
 from nep.parallel.overlap import Overlap
 from nep.parallel.parallelize import parallelize
 from nep.parallel.state import SlotState
 from nep.planning.cluster import Cluster
+from nep.planning.layout import Lines
 from nep.planning.plan import Plan
-from nep.planning.planner import plan_mirrors
+from nep.planning.planner import plan_after_failure, plan_mirrors
 from nep.planning.validation import check_runnable
 from nep.train.config import TrainConfig
 from nep.train.data import SampleSource
 from nep.train.initialization import initial_units
 from nep.train.log import follow_generation
 from nep.train.step import forward_backward, prepare_model, validation_sums
+from nep.train.story import Story
 
 log = logging.getLogger(__name__)
+
+_TELL_S = 0.5  # between two words on the step to the control store
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -90,6 +104,9 @@ class Trainer:
         self.hooks = hooks or Hooks()
         self._recovery: Recovery | None = None  # one that has not led to a committed step yet
         self.recoveries: list[Recovery] = []
+        self.full_size_s: list[float] = []  # from a loss until all slots of the job trained again
+        self._short_since: float | None = None  # when the first slot was lost of those that are missing
+        self._told_at = 0.0  # when the store was last told the step
         self.generations: list[tuple[int, int, tuple[int, ...], str]] = []  # number, step, slots, reason
         self.plans: list[Plan] = []
         self.validation_losses: list[float] = []  # before the first step, after the last
@@ -128,11 +145,8 @@ class Trainer:
         """Train to the last step and return the exit code (0, or 3: a checkpoint is needed and none exists)."""
         torch.set_num_threads(1 if job.slots_per_node > 1 else torch.get_num_threads())
         store = job.connect()
-        plan, members = self._found(job, store)
-        self._prepare(job, store, plan)
-        wait_for_everybody(store, job.slot, job.num_slots, self.run_state.recipe.timeouts.start_s, self._remind)
         try:
-            self._live(plan, members)
+            self._live(self._found(job, store) if job.incarnation == 1 else self._come_back(job, store))
             return 0
         except CheckpointNeeded as lost:
             self._announce(str(lost))
@@ -141,20 +155,31 @@ class Trainer:
         except JobEnded as over:
             log.info("%s", over)
             return over.exit_code
-        except LeftOut as left:
+        except Drained as left:
+            self._announce(str(left))
+            return 0
+        except (LeftOut, NobodyLeft) as left:
             self._announce(str(left))
             return 1
 
-    def _live(self, plan: Plan, members: tuple[int, ...]) -> None:
-        """Go through generations until the last step is committed and everybody knows."""
+    def _live(self, decision: Decision) -> None:
+        """Go through generations until the last step is committed and everybody knows.
+
+        Args:
+            decision: the first that names this trainer.
+        """
         run = self.run_state
-        number = 1
+        number, members = decision.generation, decision.members
         fault: Fault | None = None
         while True:
             try:
-                if fault is None:
-                    run.generation = enter_generation(run, number, members, plan)
+                if fault is None and number == FIRST_GENERATION:
+                    run.generation = enter_generation(run, number, members, self.plan)
                     self._begin("start")
+                elif fault is None:
+                    self._recovery = Recovery()
+                    enter_decided(run, decision, self._recovery)
+                    self._begin(decision.reason)
                 else:
                     self._recovery = recover(run, fault, number, members, self._recovery or Recovery())
                     self._begin(self._recovery.reason)
@@ -166,8 +191,8 @@ class Trainer:
             except Fault as broken:
                 fault = broken.without_frames()
 
-    def _found(self, job: Job, store: ControlStore) -> tuple[Plan, tuple[int, ...]]:
-        """Generation 1: the plan that one slot wrote and all read."""
+    def _found(self, job: Job, store: ControlStore) -> Decision:
+        """Generation 1: the plan that one slot wrote and all read, and the state before step 1."""
         lines = self._make_model().parameter_lines()  # type: ignore[operator]
         cluster = Cluster.uniform(job.num_slots, job.slots_per_node)
         mine = self.config.first_plan(cluster, lines)
@@ -186,11 +211,63 @@ class Trainer:
         )
         written = Decision.from_json(store.compare_and_set(decision_key(1), "", decision.to_json()))
         assert written.plan is not None
-        return Plan.from_json(written.plan), written.members
+        plan = Plan.from_json(written.plan)
+        state = SlotState.initial(
+            plan,
+            job.slot,
+            lines,
+            self.config.torch_dtype,
+            lambda name, lo, hi: initial_units(self.config.seed, name, lines[name], lo, hi),
+            self.config.optimizer.moments,
+        )
+        progress = Progress(slot=job.slot, layout=plan.number, layout_digest=plan.digest)
+        self._prepare(job, store, lines, state, progress)
+        wait_for_everybody(store, job.slot, job.num_slots, self.run_state.recipe.timeouts.start_s, self._remind)
+        return written
 
-    def _prepare(self, job: Job, store: ControlStore, plan: Plan) -> None:
-        """The state before step 1, made where it is needed: nothing travels."""
+    def _come_back(self, job: Job, store: ControlStore) -> Decision:
+        """A later trainer of this slot: the decision that makes it a member; it has nothing before."""
         config, lines = self.config, self._make_model().parameter_lines()  # type: ignore[operator]
+        first = first_decision(store, Timeouts(base_s=config.timeout_base_s).start_s)
+        assert first.plan is not None
+        moments = config.optimizer.moments
+        state = SlotState.nothing(Plan.from_json(first.plan), job.slot, lines, config.torch_dtype, moments)
+        self._prepare(job, store, lines, state, Progress(slot=job.slot, layout=NO_LAYOUT, layout_digest=""))
+        run = self.run_state
+        log.info("trainer %d of this slot is ready and waits to be a member", job.incarnation)
+        decision = join_job(store, job.slot, job.incarnation, run.requests, first)
+        assert decision.origin is not None
+        run.state = SlotState.nothing(Plan.from_json(decision.origin), job.slot, lines, config.torch_dtype, moments)
+        run.progress = transaction.join(job.slot, decision)
+        return decision
+
+    def _tell(self) -> bytes:
+        """For trainers that come back."""
+        return Story(
+            history=self.run_state.history,
+            generations=self.generations,
+            recoveries=self.recoveries,
+            recovery=self._recovery,
+            validation_losses=self.validation_losses,
+            full_size_s=self.full_size_s,
+            short_since=self._short_since,
+            first_plan=self.plans[0].canonical_json() if self.plans else "",
+        ).to_bytes()
+
+    def _take(self, told: bytes) -> None:
+        story = Story.from_bytes(told)
+        self.run_state.history = story.history
+        self.generations, self.recoveries = story.generations, story.recoveries
+        self.validation_losses, self.full_size_s = story.validation_losses, story.full_size_s
+        self._short_since = story.short_since
+        self.plans = [Plan.from_json(story.first_plan)] if story.first_plan else []
+        if story.recovery is not None and self._recovery is not None:
+            for item in dataclasses.fields(Recovery):
+                setattr(self._recovery, item.name, getattr(story.recovery, item.name))
+
+    def _prepare(self, job: Job, store: ControlStore, lines: Lines, state: SlotState, progress: Progress) -> None:
+        """Everything that stays over generations. Nothing travels."""
+        config, plan = self.config, state.plan
         recipe = Recipe(
             lines=lines,
             dtype=config.torch_dtype,
@@ -199,15 +276,12 @@ class Trainer:
             timeouts=Timeouts(base_s=config.timeout_base_s),
             keep_loads=config.loads_out is not None,
             router_bias_rate=config.router_bias_rate,
+            num_replicas=config.replicas,
+            lane_slots=config.tp,
         )
-        state = SlotState.initial(
-            plan,
-            job.slot,
-            lines,
-            recipe.dtype,
-            lambda name, lo, hi: initial_units(config.seed, name, lines[name], lo, hi),
-            recipe.optimizer.moments,
-        )
+        sync = GradSync(state=state, grads={}, buckets=())  # of who comes back; it gets one with its first layout
+        if progress.layout != NO_LAYOUT:
+            sync = GradSync.build(state, lines, recipe.dtype)
         injector = Injector(config.failures, job.slot, store, self._announce)
         self.run_state = SlotRun(
             job=job,
@@ -219,9 +293,10 @@ class Trainer:
             cluster=Cluster.uniform(job.num_slots, job.slots_per_node).with_speeds(
                 dict(zip(plan.slots, plan.speeds_ppm, strict=True))
             ),
-            progress=Progress(slot=job.slot, layout=plan.number, layout_digest=plan.digest),
+            progress=progress,
             state=state,
-            sync=GradSync.build(state, lines, recipe.dtype),
+            sync=sync,
+            story=(self._tell, self._take),
             routing=RoutingState.initial(lines, recipe.dtype),
         )
 
@@ -287,16 +362,49 @@ class Trainer:
                 micro_batch_size=config.sequences_per_round(self.plan),
                 probe=probe,
             )
+            run.requests.read(run.store)
             commit_step(run, step, sums, reduction)
             self._overlap.returning = run.returning
             self._resumed()
+            self._tell_step()
             self.hooks.on_commit(self, run.history.steps[-1])
+            self._obey_requests()
             self._change_plan()
             self._protect()
             run.parking.reap()
         self._resumed()
         self.validation_losses = [*self.validation_losses[:1], self._validate()]
         self.hooks.on_end(self)
+
+    def _obey_requests(self) -> None:
+        """Let slots go that are drained, and slots in that have come back. All slots decide alike.
+
+        Raises:
+            Fault: on purpose, so that the next generation begins.
+        """
+        run = self.run_state
+        if self.step == self.config.steps:
+            return
+        effective = run.requests.known[: run.history.request]
+        gone, come = leaving(effective, self.plan.slots), returners(effective, run.considered)
+        if gone:
+            cluster = run.cluster.with_health(gone, "draining")
+            # With mirrors at once: there is no time without protection when nothing has failed.
+            plan = plan_mirrors(plan_after_failure(self.plan, cluster, run.recipe.lines), cluster, run.recipe.lines)
+            drain_layout(run, plan, f"draining slots {list(gone)}")
+        if gone or come:
+            settle(run)
+            raise Fault(PLANNED, f"draining {list(gone)}, letting {list(come)} in")
+
+    def _tell_step(self) -> None:
+        """For `nep status`: now and then, since it costs a message."""
+        now = time.monotonic()
+        if self.reports and now - self._told_at > _TELL_S:
+            self._told_at = now
+            last = self.run_state.history.steps[-1]
+            self.run_state.store.set_json(
+                step_key(), {"step": last.step, "steps": self.config.steps, "loss": last.loss, "time": time.time()}
+            )
 
     def _resumed(self) -> None:
         """The first step after a recovery is committed (or there is none left to do)."""
@@ -307,7 +415,13 @@ class Trainer:
             for index, when in fired(self.config.failures, self.run_state.store).items():
                 if self.config.failures[index].slot in recovery.failed_slots and recovery.failed_at is not None:
                     recovery.failed_at = min(recovery.failed_at, when)
-            self.recoveries.append(recovery)
+            if not recovery.planned:
+                self.recoveries.append(recovery)
+            if recovery.failed_slots and self._short_since is None:
+                self._short_since = recovery.started_at
+            if self._short_since is not None and len(self.members) == self.run_state.job.num_slots:
+                self.full_size_s.append(recovery.resumed_at - self._short_since)
+                self._short_since = None
             self.hooks.on_recovery(self, recovery)
 
     def _protect(self) -> None:

@@ -27,15 +27,15 @@ def grow(plan: Plan, replicas: Sequence[Sequence[int]], *, cluster: Cluster, lin
         lines: the model's.
         lane_slots: most slots of a lane; a slot that comes joins a lane that has fewer.
     """
-    replicas = tuple(tuple(sorted(replica)) for replica in replicas)
+    grown = tuple(tuple(sorted(replica)) for replica in replicas)
     speeds, known = cluster.speeds_ppm, frozenset(plan.slots)
-    places = _lanes_with(plan, replicas, cluster, lane_slots)
+    places = _lanes_with(plan, grown, cluster, lane_slots)
     cuts = _dense(plan, places, speeds, lines)
     experts = ExpertAxes.of(lines)
     if experts is not None:
         scratch = CutsFromScratch(Prices.unknown(experts, speeds))
         dealt: list[Dealt] = []
-        for replica in replicas:
+        for replica in grown:
             if known.isdisjoint(replica):
                 dealt.append(scratch.deal(replica))
                 continue
@@ -47,10 +47,10 @@ def grow(plan: Plan, replicas: Sequence[Sequence[int]], *, cluster: Cluster, lin
                 dealt.append(redeal_cut(after, held, experts.units_per_expert))
             else:
                 dealt.append([list(of_layer) for of_layer in held])
-        cuts |= hold_experts(experts, replicas, dealt)
-    came_slots = frozenset(slot for replica in replicas for slot in replica) - known
+        cuts |= hold_experts(experts, grown, dealt)
+    came_slots = frozenset(slot for replica in grown for slot in replica) - known
     return assemble(
-        replicas=replicas,
+        replicas=grown,
         lanes=make_lanes(places, speeds, plan.global_batch_size),
         cuts=cuts,
         cluster=cluster,
@@ -83,10 +83,8 @@ def take_over(before: Integers, came: Sequence[int], speeds_ppm: Sequence[int], 
     for layer, counts in enumerate(after):
         total = int(counts.sum())
         # Layers take turns in who has a unit more.
-        shares = {
-            place: (layer + 1) * total * speeds_ppm[place] // everything - layer * total * speeds_ppm[place] // everything
-            for place in came
-        }
+        parts = {place: total * speeds_ppm[place] for place in came}
+        shares = {at: (layer + 1) * part // everything - layer * part // everything for at, part in parts.items()}
         single = counts.sum(axis=1) <= units_per_expert
         given = _give(counts, single, speeds_ppm, sum(shares.values()), layer)
         for expert in sorted(given, key=lambda one: (-given[one], one)):

@@ -24,6 +24,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
             options.alarms,
             options.returns,
             not options.no_remirror,
+            options.drain,
         )
     except ValueError as error:
         parser.error(str(error))
@@ -49,6 +50,7 @@ def _parser() -> argparse.ArgumentParser:
     parser.add_argument("--alarms", type=int, default=0, help="fault flags without a cause (default %(default)s)")
     parser.add_argument("--returns", type=int, default=0, help="dead slots that come back (default %(default)s)")
     parser.add_argument("--no-remirror", action="store_true", help="leave intervals without a mirror as they are")
+    parser.add_argument("--drain", action="store_true", help="drain the last slot after the first step")
     parser.add_argument("--drop", choices=DROPPABLE, metavar="RULE", help="drop one rule, see below")
     parser.add_argument("--max-states", type=int, help="give up beyond this many (default: never)")
     parser.add_argument("--json", action="store_true", help="print one JSON object")

@@ -10,11 +10,18 @@ from itertools import chain, combinations
 
 from nep.fault_tolerance import transaction
 from nep.fault_tolerance.transaction import Decision, Progress
-from nep.testing.step_model.layouts import first_layout, keeps, layout_after_failure, lost_intervals
+from nep.testing.step_model.layouts import (
+    drained_of,
+    first_layout,
+    keeps,
+    layout_after_failure,
+    lost_intervals,
+)
 from nep.testing.step_model.stages import Stages
 from nep.testing.step_model.world import (
     DONE,
     GONE,
+    LEAVE,
     NO_DECISION,
     STAGES,
     SYNC,
@@ -38,6 +45,7 @@ class StepModel(Stages):
         alarms: how many fault flags may be raised without a cause.
         returns: how often a dead slot may come back, with empty memory.
         remirror: whether a layout transaction restores missing mirrors after the next step.
+        drain: whether the last slot is drained after the first step that a generation commits.
     """
 
     def __init__(
@@ -48,6 +56,7 @@ class StepModel(Stages):
         alarms: int = 0,
         returns: int = 0,
         remirror: bool = True,
+        drain: bool = False,
     ):
         if not 2 <= ranks <= 6:
             raise ValueError(f"ranks ({ranks}) must be 2 to 6; more worlds than memory otherwise")
@@ -56,7 +65,9 @@ class StepModel(Stages):
         if min(crashes, alarms, returns) < 0:
             budgets = f"crashes ({crashes}), alarms ({alarms}) and returns ({returns})"
             raise ValueError(f"{budgets} must not be negative")
-        self.ranks, self.steps, self.remirror = ranks, steps, remirror
+        if drain and returns:
+            raise ValueError(f"returns ({returns}) must be 0 with drain: the drained slot would be drained again")
+        self.ranks, self.steps, self.remirror, self.drain = ranks, steps, remirror, drain
         self.crashes, self.alarms, self.returns = crashes, alarms, returns
         self._decisions: dict[object, Decision] = {}
 
@@ -118,7 +129,8 @@ class StepModel(Stages):
 
     def may_fail(self, world: World, slot: Slot) -> bool:
         """Whether a wait of this slot can end with an error: the flag is raised, or a member is dead."""
-        return world.store.flagged or not all(world.slots[q].alive for q in slot.decision.members)
+        broken = world.store.flagged or slot.at[1] == LEAVE
+        return broken or not all(world.slots[q].alive for q in slot.decision.members)
 
     def fail(self, world: World, r: int, slot: Slot) -> Event:
         """RECOVER 1 to 2: a wait ends with an error; the slot raises the flag and posts what it can prove."""
@@ -182,6 +194,7 @@ class StepModel(Stages):
                 lost=lost_intervals,
                 plan=layout_after_failure,
                 returners=returners,
+                named=lambda digest: set(range(self.ranks)) - set(drained_of(digest)),
             )
         return self._decisions[key]
 
@@ -191,6 +204,10 @@ class StepModel(Stages):
 
     def obey(self, world: World, r: int, slot: Slot, decision: Decision) -> Event:
         """RECOVER 4 to 7: settle the layout, record C, roll forward."""
+        if r in decision.leavers:
+            return move(r, slot.dead(), f"leaves, as generation {decision.generation} says")
+        if r in drained_of(decision.layout_digest) and r not in decision.returners:
+            raise Violation(f"slot {r} was drained and is counted on in generation {decision.generation}")
         if r not in decision.members:
             raise Violation(f"slot {r} is alive but left out of generation {decision.generation}")
         after, rolls = slot, transaction.must_apply(slot.progress, decision)

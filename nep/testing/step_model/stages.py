@@ -8,11 +8,20 @@ from collections.abc import Iterator
 
 from nep.fault_tolerance import transaction
 from nep.fault_tolerance.transaction import Members
-from nep.testing.step_model.layouts import keeps, layout_with_mirrors, mirrors_of, pairs_of, peers_of
+from nep.testing.step_model.layouts import (
+    drained_of,
+    keeps,
+    layout_with_mirrors,
+    layout_without,
+    mirrors_of,
+    pairs_of,
+    peers_of,
+)
 from nep.testing.step_model.world import (
     ADOPT,
     APPLY,
     DONE,
+    LEAVE,
     MIRROR,
     RETURN,
     SYNC,
@@ -37,19 +46,20 @@ class Stages:
     """What a slot does while nothing fails.
 
     Attributes:
-        ranks, steps, remirror: see `StepModel`.
+        ranks, steps, remirror, drain: see `StepModel`.
     """
 
     ranks: int
     steps: int
     remirror: bool
+    drain: bool
 
     # The step, in program order. Each method yields what slot r can do in that stage.
 
     def run(self, world: World, r: int, slot: Slot) -> Iterator[Event]:
         """Dispatches to the stage that the slot is in."""
         stage = slot.at[1]
-        if stage != DONE:
+        if stage not in (DONE, LEAVE):
             steps = (self.sync, self.mirror, self.vote, self.apply, self.return_parameters)
             yield from (*steps, self.transfer, self.adopt)[stage](world, r, slot)
 
@@ -132,10 +142,21 @@ class Stages:
     def finish_step(self, r: int, slot: Slot) -> Slot:
         """On to a layout transaction if mirrors are missing, else to the next step."""
         step, digest = slot.at[0], slot.progress.layout_digest
+        if self.drains(slot) and step < self.steps:
+            return slot._replace(at=(step, TRANSFER, 0))
         complete = layout_with_mirrors(digest, slot.decision.members)
         if self.remirror and step < self.steps and complete != digest:
             return slot._replace(at=(step, TRANSFER, 0))
         return self.begin_step(r, slot)
+
+    def drains(self, slot: Slot) -> bool:
+        """Whether the last slot is still to be drained, in the generation and layout of this one."""
+        last, members = self.ranks - 1, slot.decision.members
+        return self.drain and last in members and members != (last,) and last not in self.drained(slot)
+
+    def drained(self, slot: Slot) -> Members:
+        """The slots that the layout of this one leaves out."""
+        return drained_of(slot.progress.layout_digest)
 
     def begin_step(self, r: int, slot: Slot) -> Slot:
         """STEP 1: the forward pass reads every held parameter."""
@@ -152,8 +173,11 @@ class Stages:
         if self.is_recovering(slot):
             assert slot.decision.plan is not None, "a checkpoint ends the exploration"
             return slot.decision.layout + 1, slot.decision.plan
-        complete = layout_with_mirrors(slot.progress.layout_digest, slot.decision.members)
-        return slot.progress.layout + 1, complete
+        if self.drains(slot):
+            after = layout_without(slot.progress.layout_digest, slot.decision.members, self.ranks - 1)
+        else:
+            after = layout_with_mirrors(slot.progress.layout_digest, slot.decision.members)
+        return slot.progress.layout + 1, after
 
     def origin(self, slot: Slot) -> str:
         """Digest of the layout that a slot in TRANSFER moves from."""
@@ -230,7 +254,11 @@ class Stages:
         states = {truth(world.slots[q]) for q in members if world.slots[q].alive}
         if len(states) != 1:
             raise Violation(f"slots {list(members)} commit a layout with different states: {sorted(states)}")
-        after = self.begin_step(r, self.adopted(slot))
+        after = self.adopted(slot)
+        if not self.is_recovering(slot) and set(self.drained(after)) & set(members):
+            after = after._replace(at=(slot.at[0], LEAVE, 0))
+        else:
+            after = self.begin_step(r, after)
         yield move(r, after, f"sees the vote on layout {after.progress.layout}")
 
     def adopted(self, slot: Slot) -> Slot:

@@ -5,8 +5,9 @@ from typing import NamedTuple
 from nep.fault_tolerance.transaction import NO_LAYOUT, Decision, Members, Progress
 
 # The stages of step t in program order. A generation starts with TRANSFER and ADOPT of step C.
-SYNC, MIRROR, VOTE, APPLY, RETURN, TRANSFER, ADOPT, DONE = range(8)
-STAGES = ("sync", "mirror", "vote", "apply", "return", "transfer", "adopt", "done")
+# LEAVE: a slot is drained, and all break the generation on purpose.
+SYNC, MIRROR, VOTE, APPLY, RETURN, TRANSFER, ADOPT, DONE, LEAVE = range(9)
+STAGES = ("sync", "mirror", "vote", "apply", "return", "transfer", "adopt", "done", "leave")
 
 At = tuple[int, int, int]  # step, stage, sends done in that stage
 Versions = tuple[int, ...]  # by interval, the step that the held parameters are from

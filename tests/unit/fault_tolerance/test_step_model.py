@@ -10,7 +10,9 @@ from nep.fault_tolerance import transaction
 from nep.fault_tolerance.transaction import Progress
 from nep.testing.step_model import DROPPABLE, StepModel, explore
 from nep.testing.step_model.__main__ import main
-from nep.testing.step_model.world import Event, World
+from nep.testing.step_model.world import LEAVE, Event, Slot, World, move
+
+CHECKPOINTS_OF_DRAIN = 0
 
 
 def test_nothing_breaks_when_nothing_fails() -> None:
@@ -78,6 +80,27 @@ def test_slots_may_come_back() -> None:
     assert outcome.complete and outcome.checkpoints == 0
 
 
+def test_a_drained_slot_leaves_and_one_crash_anywhere_loses_nothing() -> None:
+    outcome = explore(StepModel(3, 2, crashes=1, drain=True))
+    assert outcome.violation is None, outcome.trace
+    assert outcome.complete and outcome.ends > 0
+    assert outcome.checkpoints == CHECKPOINTS_OF_DRAIN
+
+
+class _LeaveAtOnce(StepModel):
+    """The drained slot leaves when it has seen the vote, without waiting for the decision."""
+
+    def fail(self, world: World, r: int, slot: Slot) -> Event:
+        if slot.at[1] == LEAVE and r in self.drained(slot):
+            return move(r, slot.dead(), "leaves")
+        return super().fail(world, r, slot)
+
+
+def test_a_drained_slot_must_wait_for_the_decision() -> None:
+    outcome = explore(_LeaveAtOnce(3, 2, crashes=1, drain=True))
+    assert outcome.checkpoints > CHECKPOINTS_OF_DRAIN
+
+
 def test_a_false_alarm_at_any_point_loses_nothing() -> None:
     outcome = explore(StepModel(3, 1, alarms=1))
     assert outcome.violation is None, outcome.trace
@@ -112,6 +135,7 @@ BROKEN: dict[str, Any] = {
     "state_source": lambda owner, mirror, decision: owner,
     "waiting_for": lambda members, records, dead: (),
     "holds_nothing": lambda progress, layout, digest: False,
+    "has_left": lambda progress, named: False,
 }
 
 
@@ -120,7 +144,10 @@ def test_the_rules_explored_are_those_of_the_code(name: str, monkeypatch: pytest
     """Breaks a function of `transaction` itself: the model must find out."""
     monkeypatch.setattr(transaction, name, BROKEN[name])
     needs_returner = name == "holds_nothing"
-    outcome = explore(StepModel(3, 1, crashes=2 if needs_returner else 1, alarms=1 - needs_returner, returns=1))
+    model = StepModel(3, 1, crashes=2 if needs_returner else 1, alarms=1 - needs_returner, returns=1)
+    if name == "has_left":
+        model = StepModel(3, 2, drain=True)
+    outcome = explore(model)
     assert outcome.violation is not None
 
 
