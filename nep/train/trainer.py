@@ -392,8 +392,9 @@ class Trainer:
             # With mirrors at once: there is no time without protection when nothing has failed.
             plan = plan_mirrors(plan_after_failure(self.plan, cluster, run.recipe.lines), cluster, run.recipe.lines)
             drain_layout(run, plan, f"draining slots {list(gone)}")
-        if gone or come:
+        elif come:
             settle(run)
+        if gone or come:
             raise Fault(PLANNED, f"draining {list(gone)}, letting {list(come)} in")
 
     def _tell_step(self) -> None:

@@ -34,7 +34,8 @@ class SmallJob:
     def common(self) -> list[str]:
         """Options of every job. A slot that dies stays away, unless a test says otherwise."""
         options = f"--dtype float64 --steps {STEPS} --seq-len {SEQ_LEN} --global-batch-size {BATCH} --lr {LR}"
-        options += f" --micro-batch-size 2 --warmup-steps {WARMUP} --validation-sequences 2 --respawn 0 --data {self.data}"
+        options += f" --micro-batch-size 2 --warmup-steps {WARMUP} --validation-sequences 2 --data {self.data}"
+        options += " --respawn 0"
         return options.split()
 
     def run(

@@ -1,6 +1,7 @@
 """scripts/train.py, but `--hold STEP:N` (repeatable) makes that step wait until N requests are in the control store.
 
-So a test knows after which step a slot leaves or comes back, however slow the machine is.
+Steps before it do not see request N. So a test knows after which step a slot leaves or comes back, however slow the
+machine is.
 """
 
 from __future__ import annotations
@@ -13,7 +14,9 @@ from typing import Any
 sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
 
 from models.mixtral import build
-from nep.fault_tolerance.control_store import request_key
+from nep.fault_tolerance import runtime
+from nep.fault_tolerance.control_store import ControlStore, request_key
+from nep.fault_tolerance.requests import Request, Requests
 from nep.train import trainer
 from nep.train.main import main
 
@@ -23,8 +26,26 @@ LIMIT_S = 25.0
 def hold(at: dict[int, int]) -> None:
     """Make these steps wait before their vote."""
     commit_step: Any = trainer.commit_step
+    now = {"step": 0, "posting": 0}
+
+    class Paced(Requests):
+        def read(self, store: ControlStore) -> int:
+            later = [number for step, number in at.items() if step > now["step"]]
+            while now["posting"] or not later or len(self.known) + 1 < min(later):
+                text = store.get(request_key(len(self.known) + 1))
+                if text is None:
+                    break
+                self.known.append(Request.from_json(text))
+            return len(self.known)
+
+        def post(self, store: ControlStore, request: Request) -> int:
+            now["posting"] = 1
+            number = super().post(store, request)
+            now["posting"] = 0
+            return number
 
     def held(run: Any, step: int, *rest: Any) -> None:
+        now["step"] = step
         deadline = time.monotonic() + LIMIT_S
         while step in at and not run.store.exists(request_key(at[step])):
             assert time.monotonic() < deadline, f"step {step} waits for request {at[step]} in vain"
@@ -33,6 +54,13 @@ def hold(at: dict[int, int]) -> None:
         commit_step(run, step, *rest)
 
     trainer.commit_step = held  # type: ignore[assignment]
+    init = runtime.SlotRun.__init__
+
+    def paced(self: Any, **fields: Any) -> None:
+        init(self, **fields)
+        self.requests = Paced()
+
+    runtime.SlotRun.__init__ = paced  # type: ignore[method-assign]
 
 
 def take_holds(arguments: list[str]) -> tuple[dict[int, int], list[str]]:

@@ -4,6 +4,7 @@ Trainers without tensors: each scenario is what the trainers do. What they saw g
 folder, as a trainer's word must outlive it.
 """
 
+import dataclasses
 import json
 import os
 import signal
@@ -25,6 +26,7 @@ from nep.fault_tolerance.control_store import (
 )
 from nep.fault_tolerance.environment import job_from_environment, single_process_job
 from nep.fault_tolerance.job import Job
+from nep.fault_tolerance.requests import Request, Requests
 from nep.fault_tolerance.supervisor import run_alone, supervise
 
 WAIT_S = 20.0
@@ -238,6 +240,40 @@ def leave_helpers(job: Job) -> int:
     raise AssertionError("unreachable")
 
 
+def comes_back(job: Job) -> int:
+    """Slot 1 dies, again and again until its budget is spent, and once more when an operator brings it back."""
+    store = job.connect()
+    if job.slot == 1:
+        note(job, incarnation=job.incarnation, cell=job.generation_cell.get())
+        os._exit(9)
+    exits = [exit_key(1, incarnation) for incarnation in (1, 2, 3)]
+    assert store.wait(exits[1], WAIT_S)
+    time.sleep(0.5)
+    early = store.exists(exits[2])
+    Requests().post(store, Request(kind="undrain", slot=1))
+    assert store.wait(exits[2], WAIT_S)
+    note(job, early=early, exits=[store.get_json(key) for key in exits], flagged=store.get_json(fault_key(1)))
+    return finish(job)
+
+
+def drained_stays_away(job: Job) -> int:
+    """Slot 1 leaves since it is drained, and comes when it is undrained."""
+    store = job.connect()
+    if job.slot == 1:
+        if job.incarnation == 1:
+            Requests().post(store, Request(kind="drain", slot=1))
+            return 0
+        store.set("back", str(job.incarnation))
+        return finish(job)
+    assert store.wait(exit_key(1), WAIT_S)
+    time.sleep(0.5)
+    early = store.exists("back")
+    Requests().post(store, Request(kind="undrain", slot=1))
+    assert store.wait("back", WAIT_S)
+    note(job, early=early)
+    return finish(job)
+
+
 def second_supervisor(job: Job) -> int:
     """As if the launcher had started slot 0 once more on the same store: see `main`."""
     return finish(job)
@@ -260,6 +296,8 @@ def main() -> int:
     spec = job_from_environment(run_dir=run_dir, timeout_base_s=TIMEOUT_BASE_S)
     if spec is None:
         return run_alone(scenario, spec=single_process_job(run_dir=run_dir, timeout_base_s=TIMEOUT_BASE_S))
+    if scenario in (comes_back, drained_stays_away):
+        spec = dataclasses.replace(spec, respawn=1)
     if scenario is with_threads:
         threading.Thread(target=time.sleep, args=(WAIT_S,), daemon=True).start()
     if scenario is second_supervisor:

@@ -47,11 +47,11 @@ def state_of(running: RunningJob, slot: int) -> str:
 @pytest.mark.parametrize(
     ("num_slots", "options", "slot"),
     [
-        (4, "--replicas 2", 2),
         (4, "--replicas 2", 0),  # the one that reports
         (3, "--redundancy none", 1),  # nothing is mirrored: all must move
         (4, "--tp 2", 3),
-        (2, "--replicas 2", 1),
+        pytest.param(4, "--replicas 2", 2, marks=pytest.mark.soak),
+        pytest.param(2, "--replicas 2", 1, marks=pytest.mark.soak),
     ],
 )
 def test_a_drained_slot_leaves_and_nothing_is_lost(
@@ -64,7 +64,7 @@ def test_a_drained_slot_leaves_and_nothing_is_lost(
     assert outcome.result["recovery_s"] == [] and outcome.result["full_size_s"] == [], "it is no failure"
     assert f"slot {slot}: slot {slot} is drained and leaves" in outcome.output
     if "none" not in options:
-        assert outcome.result["unprotected_intervals"] == (0 if num_slots > 2 else outcome.result["unprotected_intervals"])
+        assert (outcome.result["unprotected_intervals"] == 0) == (num_slots > 2)
 
 
 def test_drain_and_undrain_by_command(

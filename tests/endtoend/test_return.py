@@ -11,6 +11,7 @@ from tests.endtoend.conftest import SmallJob
 from tests.endtoend.test_recovery import pairs
 
 PACED = Path(__file__).with_name("paced_train.py")
+MORE_PHASES = ["dispatch", "backward", "sync", "mirror", "apply"]
 
 
 def run(small_job: SmallJob, folder: Path, num_slots: int, options: str, holds: str, **more: object) -> JobOutcome:
@@ -24,7 +25,9 @@ def reasons(outcome: JobOutcome) -> list[str]:
     return [entry["reason"] for entry in outcome.result["generations"]]
 
 
-@pytest.mark.parametrize("phase", ["forward", "mirror", "vote", "apply", "return"])
+@pytest.mark.parametrize(
+    "phase", ["forward", "vote", "return", *(pytest.param(one, marks=pytest.mark.soak) for one in MORE_PHASES)]
+)
 def test_a_killed_slot_comes_back(small_job: SmallJob, tmp_path: Path, phase: str) -> None:
     outcome = run(small_job, tmp_path, 4, f"--replicas 2 --respawn 1 --fail 2@2:kill@{phase}", "4:1")
     assert outcome.result is not None
@@ -41,10 +44,10 @@ def test_a_killed_slot_comes_back(small_job: SmallJob, tmp_path: Path, phase: st
     [
         (4, "--replicas 2", "0@2", "4:1"),  # who reports at the end was not there at the beginning
         (4, "--replicas 1 --tp 2", "1@2", "3:1"),  # a lane of two slots shrinks and grows
-        (5, "--replicas 1", "3@1", "2:1"),
         (2, "--replicas 2", "1@2", "4:1"),  # a whole replica
-        (2, "--replicas 1", "0@3:kill@dispatch", "5:1"),
-        (7, "--replicas 3 --router-bias-rate 0", "6@2", "4:1"),
+        pytest.param(5, "--replicas 1", "3@1", "2:1", marks=pytest.mark.soak),
+        pytest.param(2, "--replicas 1", "0@3:kill@dispatch", "5:1", marks=pytest.mark.soak),
+        pytest.param(7, "--replicas 3", "6@2", "4:1", marks=pytest.mark.soak),
     ],
 )
 def test_back_to_full_size(

@@ -286,6 +286,24 @@ def test_the_loss_of_the_store_leaves_the_trainer_some_time(tmp_path: Path, scen
     assert not is_running(json.loads((tmp_path / "note0.json").read_text())["pid"])
 
 
+def test_a_dead_trainer_is_started_anew_within_its_budget(tmp_path: Path) -> None:
+    result = run(tmp_path, "comes_back")
+    assert result.orphans == 0 and result.returncode == 0
+    seen = result.note(0)
+    assert not seen["early"], "the budget is spent"
+    assert [record["incarnation"] for record in seen["exits"]] == [1, 2, 3]
+    assert [record["generation"] for record in seen["exits"]] == [1, 0, 0], "one that was no member breaks nothing"
+    assert seen["flagged"]["slot"] == 1
+    assert result.note(1) == {"incarnation": 3, "cell": 0}
+    assert "slot 1 is left out: its trainer has died 2 times (--respawn 1)" in result.log(1)
+
+
+def test_a_drained_slot_stays_away_until_it_is_undrained(tmp_path: Path) -> None:
+    result = run(tmp_path, "drained_stays_away")
+    assert_clean(result, [0, 0])
+    assert not result.note(0)["early"]
+
+
 def test_a_parent_with_threads_is_refused(tmp_path: Path) -> None:
     result = run(tmp_path, "with_threads", 1)
     assert_clean(result, [1])

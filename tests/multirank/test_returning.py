@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 import torch
 
-from nep.fault_tolerance.returning import share_routing
+from nep.fault_tolerance.returning import share_bytes, share_routing
 from nep.fault_tolerance.transaction import ProtocolViolation
 from nep.moe.routing_state import RoutingState
 from nep.planning.shapes import parameter_lines, preset
@@ -40,3 +40,18 @@ def test_a_slot_that_differs_is_named() -> None:
 
     said = run_slots([[0, 1, 2]], body)
     assert set(said.values()) == {"slots [2] hold another routing state than slot 1"}
+
+
+@pytest.mark.parametrize("returners", [(1,), (0, 2)])
+def test_bytes_go_to_returners_only(returners: tuple[int, ...]) -> None:
+    def body(me: ThreadSlot) -> bytes | None:
+        return share_bytes(lambda: f"from {me.slot}".encode(), me.groups.transfer, me.waiter, returners)
+
+    told = run_slots([[0, 1, 2, 3]], body)
+    teller = min(set(range(4)) - set(returners))
+    assert told == {slot: f"from {teller}".encode() if slot in returners else None for slot in range(4)}
+
+
+def test_nothing_to_tell() -> None:
+    told = run_slots([[0, 1]], lambda me: share_bytes(bytes, me.groups.transfer, me.waiter, (1,)))
+    assert told == {0: None, 1: b""}

@@ -1,0 +1,111 @@
+"""A slot that fails and comes back again and again leaves nothing behind in those that stay."""
+
+from __future__ import annotations
+
+import os
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Callable, Iterator
+from pathlib import Path
+
+import pytest
+
+from nep.fault_tolerance.requests import incarnation_of
+from nep.fault_tolerance.running_job import RunningJob, find_job
+from nep.testing.jobs import REPOSITORY
+from tests.endtoend.conftest import TRAIN, SmallJob
+from tests.endtoend.test_random_kills import trainer_pids
+
+NUM_SLOTS = 3
+WARM_CYCLES = 3  # pools and caches fill in the first
+MEBIBYTE = 2**20
+
+
+@pytest.fixture
+def folder(small_job: SmallJob, tmp_path: Path) -> Iterator[Path]:
+    """Of a job that trains until the test is over."""
+    command = [sys.executable, "-m", "nep.testing.launch", "--nproc-per-node", str(NUM_SLOTS), "--timeout", "1000"]
+    options = f"--steps 1000000 --respawn 1000 --run-dir {tmp_path}/runs"
+    job = subprocess.Popen(
+        [*command, "--", str(TRAIN), *small_job.common(), *options.split()],
+        cwd=REPOSITORY,
+        env={**os.environ, "OMP_NUM_THREADS": "1", "PYTHONPATH": str(REPOSITORY)},
+        stdout=subprocess.DEVNULL,
+        stderr=subprocess.DEVNULL,
+    )
+    yield tmp_path
+    job.send_signal(signal.SIGTERM)
+    job.wait(60)
+
+
+def wait_for(look: Callable[[], object], limit_s: float = 60.0) -> None:
+    deadline = time.monotonic() + limit_s
+    while not look():
+        assert time.monotonic() < deadline
+        time.sleep(0.02)
+
+
+def use_of(pid: int) -> tuple[int, int, float]:
+    """File descriptors, threads and resident MiB of a process."""
+    pages = int(Path(f"/proc/{pid}/statm").read_text().split()[1])
+    threads = len(os.listdir(f"/proc/{pid}/task"))
+    return len(os.listdir(f"/proc/{pid}/fd")), threads, pages * os.sysconf("SC_PAGESIZE") / MEBIBYTE
+
+
+def parent_of(pid: int) -> int:
+    return int(Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[1])
+
+
+def steps_on(running: RunningJob, number: int) -> Callable[[], bool]:
+    start = running.progress().get("step", 0)
+    return lambda: running.progress().get("step", 0) >= start + number
+
+
+def play(folder: Path, cycles: int) -> list[dict[str, tuple[int, int, float]]]:
+    """Kill slots 1 and 2 by turns; after each return, what slot 0 and the supervisors use."""
+    wait_for(lambda: list(folder.glob("runs/*/job.json")))
+    running = RunningJob(find_job(str(next(folder.glob("runs/*/job.json")))))
+    wait_for(lambda: running.progress().get("step", 0) > 1)
+    supervisors = {slot: parent_of(pid) for slot, pid in trainer_pids(folder).items()}
+    used = []
+    for cycle in range(cycles):
+        slot, incarnation = 1 + cycle % 2, 2 + cycle // 2
+        pids = trainer_pids(folder)
+        os.kill(pids[slot], signal.SIGKILL)
+
+        def is_back(slot: int = slot, incarnation: int = incarnation) -> bool:
+            decision = running.decision()
+            assert decision is not None
+            return slot in decision.members and incarnation_of(decision.incarnations, slot) == incarnation
+
+        wait_for(is_back)
+        # Mirrors are whole again after the next step: the next loss must not need a checkpoint.
+        wait_for(steps_on(running, 3))
+        found = {"trainer 0": use_of(pids[0])}
+        found |= {f"supervisor {slot}": use_of(pid) for slot, pid in supervisors.items()}
+        used.append(found)
+    return used
+
+
+def check_use(used: list[dict[str, tuple[int, int, float]]]) -> None:
+    def most(who: str, part: int, cycles: list[dict[str, tuple[int, int, float]]]) -> float:
+        return max(found[who][part] for found in cycles)
+
+    warm, late = used[: WARM_CYCLES + 1], used[-3:]
+    for who in used[0]:
+        for part, name, slack in ((0, "file descriptors", 2), (1, "threads", 2), (2, "MiB", 32)):
+            before, after = most(who, part, warm), most(who, part, late)
+            assert after <= before + slack, f"{who}: {name} {[found[who][part] for found in used]}"
+
+
+@pytest.mark.timeout(300)
+def test_ten_failures_and_returns_leave_nothing_behind(folder: Path) -> None:
+    check_use(play(folder, 10))
+
+
+@pytest.mark.soak
+@pytest.mark.timeout(1200)
+def test_fifty_failures_and_returns_leave_nothing_behind(folder: Path) -> None:
+    check_use(play(folder, 50))

@@ -1,0 +1,84 @@
+"""Requests: numbers without gaps, and what follows from the first so many of them."""
+
+from __future__ import annotations
+
+from concurrent.futures import ThreadPoolExecutor
+from datetime import timedelta
+
+import pytest
+import torch.distributed as dist
+
+from nep.fault_tolerance.control_store import ControlStore, request_key
+from nep.fault_tolerance.requests import Request, Requests, drained, incarnation_of, leaving, returners
+
+
+def asked(*words: str) -> list[Request]:
+    """`drain 2`, `undrain 2`, or `join 2 3`: slot 2, its third trainer."""
+    found = []
+    for word in words:
+        kind, slot, *incarnation = word.split()
+        found.append(Request(kind=kind, slot=int(slot), incarnation=int(incarnation[0]) if incarnation else 0))  # type: ignore[arg-type]
+    return found
+
+
+@pytest.fixture(scope="module")
+def store() -> ControlStore:
+    server = dist.TCPStore("127.0.0.1", 0, None, True, timedelta(seconds=30), wait_for_workers=False)
+    return ControlStore(server, "")
+
+
+def test_many_who_ask_at_once_each_get_a_number(store: ControlStore) -> None:
+    store = store.at_prefix("many/")
+    connections = [store.clone() for _ in range(4)]
+
+    def ask(connection: ControlStore) -> list[int]:
+        requests = Requests()
+        return [requests.post(connection, Request(kind="drain", slot=1, time=0.0)) for _ in range(5)]
+
+    with ThreadPoolExecutor(4) as pool:
+        numbers = [number for found in pool.map(ask, connections) for number in found]
+    assert sorted(numbers) == list(range(1, 21)), "equal requests have numbers of their own"
+    reader = Requests()
+    assert reader.read(store) == 20 and reader.read(store) == 20
+    assert not store.exists(request_key(21))
+
+
+def test_what_is_read_is_what_was_written(store: ControlStore) -> None:
+    store, request = store.at_prefix("same/"), Request(kind="join", slot=3, incarnation=2)
+    assert Requests().post(store, request) == 1
+    reader = Requests()
+    reader.read(store)
+    assert reader.known == [request]
+
+
+def test_another_format_is_refused() -> None:
+    with pytest.raises(ValueError, match="request of schema 2"):
+        Request.from_json('{"schema": 2}')
+    with pytest.raises(ValueError, match="'dance'"):
+        Request(kind="dance", slot=1)  # type: ignore[arg-type]
+
+
+def test_the_last_word_counts() -> None:
+    assert drained(asked("drain 1", "drain 2", "undrain 1")) == {2}
+    assert drained(asked("drain 1", "undrain 1", "drain 1")) == {1}
+    assert drained(asked("undrain 1", "join 1 2")) == frozenset()
+
+
+@pytest.mark.parametrize(
+    ("slots", "gone"),
+    [((0, 1, 2), (1, 2)), ((1, 2), (2,)), ((1,), ()), ((0, 3), ()), ((2, 3), (2,))],
+)
+def test_one_slot_stays_whatever_is_asked(slots: tuple[int, ...], gone: tuple[int, ...]) -> None:
+    assert leaving(asked("drain 1", "drain 2"), slots) == gone
+
+
+def test_who_waits_and_was_not_answered_yet() -> None:
+    requests = asked("join 1 2", "join 2 2", "drain 3", "join 2 3", "join 3 2")
+    assert returners(requests, 0) == {1: 2, 2: 3}, "the newest trainer of each, and nobody who is drained"
+    assert returners(requests, 2) == {2: 3}
+    assert returners(requests[:3], 1) == {2: 2}
+    assert returners(requests, 9) == {}
+
+
+def test_the_first_trainer_is_meant_where_nothing_is_said() -> None:
+    assert (incarnation_of({2: 3}, 2), incarnation_of({2: 3}, 1)) == (3, 1)
