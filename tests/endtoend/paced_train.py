@@ -1,6 +1,6 @@
 """scripts/train.py, but `--hold STEP:N` (repeatable) makes that step wait until N requests are in the control store.
 
-Steps before it do not see request N. So a test knows after which step a slot leaves or comes back, however slow the
+Steps before it see none but those of earlier holds. So a test knows after which step a slot leaves or comes back, however slow the
 machine is.
 """
 
@@ -30,8 +30,9 @@ def hold(at: dict[int, int]) -> None:
 
     class Paced(Requests):
         def read(self, store: ControlStore) -> int:
-            later = [number for step, number in at.items() if step > now["step"]]
-            while now["posting"] or not later or len(self.known) + 1 < min(later):
+            waits = any(step > now["step"] for step in at) and not now["posting"]
+            visible = max((number for step, number in at.items() if step <= now["step"]), default=0)
+            while not waits or len(self.known) < visible:
                 text = store.get(request_key(len(self.known) + 1))
                 if text is None:
                     break
