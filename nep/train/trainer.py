@@ -181,7 +181,8 @@ class Trainer:
                     enter_decided(run, decision, self._recovery)
                     self._begin(decision.reason)
                 else:
-                    self._recovery = recover(run, fault, number, members, self._recovery or Recovery())
+                    self._recovery = self._recovery or Recovery()  # before: who comes back is told of it
+                    recover(run, fault, number, members, self._recovery)
                     self._begin(self._recovery.reason)
                     run.parking.reap()  # before its sockets cost time, see `Fault.without_frames`
                 number, members = run.current.number, run.current.members
@@ -413,9 +414,13 @@ class Trainer:
             recovery, self._recovery = self._recovery, None
             recovery.resumed_at = time.time()
             # An injected failure is known to the moment; a supervisor's report comes a few milliseconds later.
+            injected: dict[int, float] = {}  # the last of each slot: it may have failed and come back before
             for index, when in fired(self.config.failures, self.run_state.store).items():
-                if self.config.failures[index].slot in recovery.failed_slots and recovery.failed_at is not None:
-                    recovery.failed_at = min(recovery.failed_at, when)
+                slot = self.config.failures[index].slot
+                injected[slot] = max(when, injected.get(slot, when))
+            for slot in set(recovery.failed_slots) & injected.keys():
+                if recovery.failed_at is not None:
+                    recovery.failed_at = min(recovery.failed_at, injected[slot])
             if not recovery.planned:
                 self.recoveries.append(recovery)
             if recovery.failed_slots and self._short_since is None:
