@@ -19,7 +19,7 @@ class Fault(RuntimeError):
 
     Args:
         kind: ``flag`` (another member saw it first), ``peer`` (error on the data path), ``deadline``
-            (no progress) or ``record`` (a vote that does not verify).
+            (no progress), ``record`` (a vote that does not verify) or ``planned`` (members break it on purpose).
         detail: one sentence for people.
     """
 

@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import dataclasses
 import json
+import threading
 import time
 import uuid
 from collections.abc import Iterable, Mapping, Sequence
@@ -62,16 +63,30 @@ class Request:
 
 
 class Requests:
-    """The requests of a job in order of their numbers, as far as they have been read."""
+    """The requests of a job in order of their numbers, as far as they have been read. Several threads may read.
+
+    Attributes:
+        known: only ever appended to.
+    """
 
     def __init__(self) -> None:
         self.known: list[Request] = []
+        self._lock = threading.Lock()
 
     def read(self, store: ControlStore) -> int:
         """Read what is new: one round trip if nothing is. Returns the highest number."""
-        while (text := store.get(request_key(len(self.known) + 1))) is not None:
-            self.known.append(Request.from_json(text))
-        return len(self.known)
+        while True:
+            number = len(self.known) + 1
+            text = store.get(request_key(number))
+            if text is None:
+                return len(self.known)
+            self.add(number, Request.from_json(text))
+
+    def add(self, number: int, request: Request) -> None:
+        """The request with this number, unless another thread has read it meanwhile."""
+        with self._lock:
+            if len(self.known) == number - 1:
+                self.known.append(request)
 
     def post(self, store: ControlStore, request: Request) -> int:
         """Put a request at the end of the queue. Returns its number."""

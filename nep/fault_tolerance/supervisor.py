@@ -374,10 +374,7 @@ class _Supervisor:
         if generation >= FIRST_GENERATION:
             self._flag(generation)
         self._follow_decisions()
-        self._say(
-            f"the trainer ended by {_describe(exit_code)} in generation {generation}; its log is "
-            f"{record['log']}"
-        )
+        self._say(f"the trainer ended by {_describe(exit_code)} in generation {generation}; its log is {record['log']}")
 
     def _flag(self, generation: int) -> None:
         if generation in self._flagged:

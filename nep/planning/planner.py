@@ -130,9 +130,7 @@ def plan_after_failure(plan: Plan, cluster: Cluster, lines: Lines) -> Plan:
     )
 
 
-def plan_with_slots(
-    plan: Plan, cluster: Cluster, lines: Lines, *, num_replicas: int = 1, lane_slots: int = 1
-) -> Plan:
+def plan_with_slots(plan: Plan, cluster: Cluster, lines: Lines, *, num_replicas: int = 1, lane_slots: int = 1) -> Plan:
     """Plans for slots that have come, moving no more than their share.
 
     Each joins the slowest replica and takes over from those in it that have most, which keep the rest. A replica
@@ -164,8 +162,7 @@ def plan_with_slots(
     smallest = max(1, len(cluster.slots) // max(1, num_replicas))
     missing = 0
     while (
-        len(plan.replicas) + missing < num_replicas
-        and len(healthy) // (len(plan.replicas) + missing + 1) >= smallest
+        len(plan.replicas) + missing < num_replicas and len(healthy) // (len(plan.replicas) + missing + 1) >= smallest
     ):
         missing += 1
     number, before = plan.number, plan

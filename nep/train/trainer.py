@@ -17,6 +17,7 @@ from nep.distributed.timeouts import Timeouts
 from nep.distributed.waiting import Fault
 from nep.fault_tolerance import transaction
 from nep.fault_tolerance.arrival import wait_for_everybody
+from nep.fault_tolerance.bulletin import StepBoard, follow_requests
 from nep.fault_tolerance.change import change_layout, drain_layout
 from nep.fault_tolerance.commit import commit_step, settle
 from nep.fault_tolerance.connections import Connections
@@ -26,7 +27,6 @@ from nep.fault_tolerance.control_store import (
     decision_key,
     end_key,
     finished_key,
-    step_key,
 )
 from nep.fault_tolerance.history import Committed
 from nep.fault_tolerance.injection import Injector, fired
@@ -56,8 +56,6 @@ from nep.train.step import forward_backward, prepare_model, validation_sums
 from nep.train.story import Story
 
 log = logging.getLogger(__name__)
-
-_TELL_S = 0.5  # between two words on the step to the control store
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -106,7 +104,7 @@ class Trainer:
         self.recoveries: list[Recovery] = []
         self.full_size_s: list[float] = []  # from a loss until all slots of the job trained again
         self._short_since: float | None = None  # when the first slot was lost of those that are missing
-        self._told_at = 0.0  # when the store was last told the step
+        self._board: StepBoard
         self.generations: list[tuple[int, int, tuple[int, ...], str]] = []  # number, step, slots, reason
         self.plans: list[Plan] = []
         self.validation_losses: list[float] = []  # before the first step, after the last
@@ -237,6 +235,8 @@ class Trainer:
         run = self.run_state
         log.info("trainer %d of this slot is ready and waits to be a member", job.incarnation)
         decision = join_job(store, job.slot, job.incarnation, run.requests, first)
+        # All that are in effect: with fewer in its votes, the others would fall back to what was asked before.
+        run.requests.read(store)
         assert decision.origin is not None
         run.state = SlotState.nothing(Plan.from_json(decision.origin), job.slot, lines, config.torch_dtype, moments)
         run.progress = transaction.join(job.slot, decision)
@@ -283,11 +283,12 @@ class Trainer:
         sync = GradSync(state=state, grads={}, buckets=())  # of who comes back; it gets one with its first layout
         if progress.layout != NO_LAYOUT:
             sync = GradSync.build(state, lines, recipe.dtype)
+        connections = Connections(store, ready=2 if job.num_slots > 1 else 0)
         injector = Injector(config.failures, job.slot, store, self._announce)
         self.run_state = SlotRun(
             job=job,
             store=store,
-            connections=Connections(store, ready=2 if job.num_slots > 1 else 0),
+            connections=connections,
             device=create_device(_listen_on(job.store_address)),
             recipe=recipe,
             probe=injector.at,
@@ -300,6 +301,9 @@ class Trainer:
             story=(self._tell, self._take),
             routing=RoutingState.initial(lines, recipe.dtype),
         )
+        self._board = StepBoard(connections)
+        if job.num_slots > 1:
+            follow_requests(connections, self.run_state.requests)
 
     def _announce(self, line: str) -> None:
         log.warning("%s", line)
@@ -363,7 +367,6 @@ class Trainer:
                 micro_batch_size=config.sequences_per_round(self.plan),
                 probe=probe,
             )
-            run.requests.read(run.store)
             commit_step(run, step, sums, reduction)
             self._overlap.returning = run.returning
             self._resumed()
@@ -399,14 +402,10 @@ class Trainer:
             raise Fault(PLANNED, f"draining {list(gone)}, letting {list(come)} in")
 
     def _tell_step(self) -> None:
-        """For `nep status`: now and then, since it costs a message."""
-        now = time.monotonic()
-        if self.reports and now - self._told_at > _TELL_S:
-            self._told_at = now
+        """For `nep status`."""
+        if self.reports:
             last = self.run_state.history.steps[-1]
-            self.run_state.store.set_json(
-                step_key(), {"step": last.step, "steps": self.config.steps, "loss": last.loss, "time": time.time()}
-            )
+            self._board.tell(step=last.step, steps=self.config.steps, loss=last.loss, time=time.time())
 
     def _resumed(self) -> None:
         """The first step after a recovery is committed (or there is none left to do)."""

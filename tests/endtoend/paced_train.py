@@ -1,7 +1,7 @@
 """scripts/train.py, but `--hold STEP:N` (repeatable) makes that step wait until N requests are in the control store.
 
-Steps before it see none but those of earlier holds. So a test knows after which step a slot leaves or comes back, however slow the
-machine is.
+Steps before it see none but those of earlier holds. So a test knows after which step a slot leaves or comes back,
+however slow the machine is.
 """
 
 from __future__ import annotations
@@ -33,10 +33,11 @@ def hold(at: dict[int, int]) -> None:
             waits = any(step > now["step"] for step in at) and not now["posting"]
             visible = max((number for step, number in at.items() if step <= now["step"]), default=0)
             while not waits or len(self.known) < visible:
-                text = store.get(request_key(len(self.known) + 1))
+                number = len(self.known) + 1
+                text = store.get(request_key(number))
                 if text is None:
                     break
-                self.known.append(Request.from_json(text))
+                self.add(number, Request.from_json(text))
             return len(self.known)
 
         def post(self, store: ControlStore, request: Request) -> int:

@@ -67,9 +67,7 @@ def test_a_drained_slot_leaves_and_nothing_is_lost(
         assert (outcome.result["unprotected_intervals"] == 0) == (num_slots > 2)
 
 
-def test_drain_and_undrain_by_command(
-    small_job: SmallJob, tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_drain_and_undrain_by_command(small_job: SmallJob, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     seen: dict[str, object] = {}
 
     def said(*arguments: str) -> tuple[int, str, str]:

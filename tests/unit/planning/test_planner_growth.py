@@ -23,9 +23,7 @@ def _expert_units(plan: Plan, slot: int) -> int:
 
 def _after_loss(num_slots: int, num_replicas: int, lost: list[int], lane_slots: int = 1) -> tuple[Plan, Cluster]:
     cluster = Cluster.uniform(num_slots, num_slots)
-    plan = plan_from_scratch(
-        cluster, LINES, num_replicas=num_replicas, global_batch_size=24, lane_slots=lane_slots
-    )
+    plan = plan_from_scratch(cluster, LINES, num_replicas=num_replicas, global_batch_size=24, lane_slots=lane_slots)
     for slot in lost:
         cluster = cluster.fail([slot])
         plan = plan_mirrors(plan_after_failure(plan, cluster, LINES), cluster, LINES)

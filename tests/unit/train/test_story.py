@@ -14,7 +14,14 @@ from nep.train.story import Story
 
 def committed(step: int, loss: float) -> Committed:
     return Committed(
-        step=step, loss=loss, tokens=128, samples=8, sample_hash=2**64 - step, grad_norm=0.1, skipped=False, request=step
+        step=step,
+        loss=loss,
+        tokens=128,
+        samples=8,
+        sample_hash=2**64 - step,
+        grad_norm=0.1,
+        skipped=False,
+        request=step,
     )
 
 
