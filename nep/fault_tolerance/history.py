@@ -64,7 +64,7 @@ class History:
 
     @property
     def request(self) -> int:
-        """Number of the last request in effect: never fewer than before, since a slot that comes reads all there are."""
+        """Number of the last request in effect; never falls, since a slot that comes reads all there are."""
         return self.steps[-1].request if self.steps else 0
 
     def lost_steps(self, last_step: int) -> int:

@@ -19,16 +19,14 @@ from __future__ import annotations
 
 import contextlib
 import dataclasses
-import faulthandler
 import os
 import signal
 import sys
 import time
-import traceback
-from collections.abc import Callable, Iterable
+from collections.abc import Callable
 from dataclasses import dataclass
 from datetime import timedelta
-from typing import Any, NoReturn, TypeVar
+from typing import TypeVar
 
 import torch.distributed as dist
 
@@ -43,6 +41,7 @@ from nep.fault_tolerance.control_store import (
     fence_key,
     supervisor_key,
 )
+from nep.fault_tolerance.forking import Trainer, fork_trainer
 from nep.fault_tolerance.job import (
     GenerationCell,
     Job,
@@ -52,7 +51,6 @@ from nep.fault_tolerance.job import (
 )
 from nep.fault_tolerance.requests import Requests, drained, incarnation_of
 
-Trainer = Callable[[Job], int]
 T = TypeVar("T")
 
 # Exit codes with which a trainer leaves a job that has ended: done; no checkpoint; stopped with a checkpoint.
@@ -123,7 +121,7 @@ def supervise(trainer: Trainer, *, spec: JobSpec) -> int:
 
         def start(incarnation: int) -> int:
             job = Job.from_spec(dataclasses.replace(spec, incarnation=incarnation), cell, address)
-            return _fork_trainer(trainer, job, inherited_mask)
+            return fork_trainer(trainer, job, inherited_mask)
 
         return _Supervisor(spec=spec, start=start, launcher_pid=launcher_pid, cell=cell, timeouts=timeouts).run()
     finally:
@@ -149,52 +147,6 @@ def run_alone(trainer: Trainer, *, spec: JobSpec) -> int:
     address = f"127.0.0.1:{server.port}"
     publish_job(spec, ControlStore(server, spec.prefix), address)
     return trainer(Job.from_spec(spec, GenerationCell(), address))
-
-
-def _fork_trainer(trainer: Trainer, job: Job, mask: Iterable[int]) -> int:
-    sys.stdout.flush()  # what is buffered now would be written twice
-    sys.stderr.flush()
-    parent_pid = os.getpid()
-    pid = os.fork()
-    if pid == 0:
-        _run_trainer(trainer, job, mask, parent_pid)
-    # Counted after the fork: OpenBLAS has threads that it stops before and restarts after one, harmlessly.
-    threads = processes.num_threads()
-    if threads != 1:
-        processes.send_signal(pid, signal.SIGKILL)
-        raise RuntimeError(
-            f"the supervisor has {threads} threads at the fork, so its trainer could hang in the first "
-            "parallel operation; call supervise before any tensor operation, thread or device is used"
-        )
-    return pid
-
-
-def _run_trainer(trainer: Trainer, job: Job, mask: Iterable[int], parent_pid: int) -> NoReturn:
-    """The child. It leaves by `os._exit`: it must not unwind into the parent's frames or exit handlers."""
-    code: Any = 1
-    try:
-        processes.set_parent_death_signal(signal.SIGKILL)
-        if os.getppid() != parent_pid:
-            os._exit(1)  # the parent died before the line above, which then sends nothing
-        signal.pthread_sigmask(signal.SIG_SETMASK, mask)
-        # Whoever reads the output of a job may leave before it ends (`| head`, a lost terminal).
-        sys.stdout, sys.stderr = processes.LastingStream(sys.stdout), processes.LastingStream(sys.stderr)
-        with contextlib.suppress(OSError, ValueError, AttributeError):  # stderr may be no file
-            faulthandler.enable()
-        code = trainer(job)
-    except SystemExit as leaving:
-        code = 0 if leaving.code is None else leaving.code
-    except BaseException:
-        text = traceback.format_exc()
-        with contextlib.suppress(OSError), job.log_path.open("a") as log:
-            log.write(text)
-        with contextlib.suppress(OSError, ValueError):
-            sys.stderr.write(text)
-    finally:
-        for stream in (sys.stdout, sys.stderr):
-            with contextlib.suppress(OSError, ValueError):
-                stream.flush()
-        os._exit(code if isinstance(code, int) else 1)
 
 
 class _Supervisor:

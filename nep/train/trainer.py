@@ -64,7 +64,7 @@ class Hooks:
 
     Attributes:
         on_commit: after a step is committed, while its parameters may still return: (trainer, committed step).
-        on_recovery: when the first step after a recovery is committed: (trainer, recovery).
+        on_recovery: when the first step after a recovery is committed, also a planned one: (trainer, recovery).
         on_plan: when a plan becomes the current one: (trainer, plan).
         next_plan: after every committed step, also the last: the plan to go on with, or None for the one in force. All
             slots must answer alike, from committed state alone; lanes and replicas may differ, slots and global batch

@@ -48,6 +48,8 @@ def test_a_killed_slot_comes_back(small_job: SmallJob, tmp_path: Path, phase: st
         pytest.param(5, "--replicas 1", "3@1", "2:1", marks=pytest.mark.soak),
         pytest.param(2, "--replicas 1", "0@3:kill@dispatch", "5:1", marks=pytest.mark.soak),
         pytest.param(7, "--replicas 3", "6@2", "4:1", marks=pytest.mark.soak),
+        # Frozen, fenced and started anew.
+        pytest.param(4, "--replicas 2 --timeout-base-s 2", "1@3:stop@backward", "5:1", marks=pytest.mark.soak),
     ],
 )
 def test_back_to_full_size(

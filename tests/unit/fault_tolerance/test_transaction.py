@@ -137,6 +137,30 @@ def test_a_returner_is_a_member_that_holds_nothing() -> None:
     assert not transaction.trusts_parameters(decision, 4)
 
 
+def test_a_slot_that_the_layout_leaves_out_may_go() -> None:
+    """Slot 0 is drained: layout 4 does not name it. Slot 2 has not seen the vote on that layout, and stays."""
+    drained = replace(AHEAD, layout=4, layout_digest="four")
+    mirror = replace(AHEAD, slot=1, layout=4, layout_digest="four", params_version=7)
+    late = replace(AHEAD, slot=2, next_layout=4, next_digest="four")
+    named = {"three": (0, 1, 2), "four": (1, 2)}
+    decision = decided(drained, mirror, late, named=named.__getitem__, incarnations={0: 3, 2: 2})
+    assert (decision.members, decision.leavers, decision.returners) == ((1, 2), (0,), ())
+    assert decision.params_versions == {1: 7, 2: None} and decision.incarnations == {2: 2}
+    assert decision.reason == "slots [0] are drained"
+    assert Decision.from_json(decision.to_json()) == decision
+    # Nobody else saw the vote: the layout before counts on it.
+    others = [replace(post, layout=3, layout_digest="three") for post in (drained, mirror, late)]
+    assert decided(*others, named=named.__getitem__).leavers == ()
+
+
+def test_who_returns_is_told_the_layout_it_does_not_know() -> None:
+    origin = {"three": "plan three"}.__getitem__
+    decision = decided(AHEAD, BEHIND, dead=(2,), returners=(2,), origin=origin, request=9, incarnations={1: 4, 2: 2})
+    assert (decision.origin, decision.request, decision.incarnations) == ("plan three", 9, {1: 4, 2: 2})
+    assert decision.reason == "slots [2] are dead, slots [2] return"
+    assert decided(AHEAD, BEHIND, dead=(2,), origin=origin).origin is None
+
+
 def test_a_returner_holds_nothing_until_its_first_layout_is_decided() -> None:
     # The layout may still name it from before it died.
     returned = transaction.join(2, decided(replace(AHEAD, layout=4, layout_digest="four")))
