@@ -34,6 +34,7 @@ def change_layout(run: SlotRun, plan: Plan, reason: str) -> None:
     settle(run)
     log.warning("layout %d: %s", plan.number, reason)
     groups = _groups(run, plan)
+    run.sync.release_grads()
     try:
         commit_layout(run, _moved(run, plan))
     except BaseException:
@@ -60,6 +61,7 @@ def drain_layout(run: SlotRun, plan: Plan, reason: str) -> None:
     plan = dataclasses.replace(plan, number=run.state.plan.number + 1)
     settle(run)
     log.warning("layout %d: %s", plan.number, reason)
+    run.sync.release_grads()
     commit_layout(run, _moved(run, plan))
 
 

@@ -5,12 +5,13 @@ from __future__ import annotations
 import time
 
 from nep.fault_tolerance.control_store import FIRST_GENERATION, ControlStore, decision_key, end_key, exit_key
-from nep.fault_tolerance.membership import Drained, JobEnded
+from nep.fault_tolerance.membership import Drained, JobEnded, LeftOut
 from nep.fault_tolerance.requests import Request, Requests, drained, incarnation_of
 from nep.fault_tolerance.transaction import Decision
 
 _POLL_S = 0.005
 _SLOW_POLL_S = 0.25
+_TRIES = 3
 
 
 class NobodyLeft(RuntimeError):
@@ -50,10 +51,11 @@ def join_job(store: ControlStore, slot: int, incarnation: int, requests: Request
     Raises:
         JobEnded: it has ended first.
         Drained: the slot is drained; it was not asked for any more.
+        LeftOut: decision after decision has passed it over.
         NobodyLeft: nobody is there to decide.
     """
     number = requests.post(store, Request(kind="join", slot=slot, incarnation=incarnation))
-    look_at = 0.0
+    tries, look_at = 1, 0.0
     while True:
         known = newest_decision(store, known)
         if slot in known.members and incarnation_of(known.incarnations, slot) == incarnation:
@@ -71,5 +73,8 @@ def join_job(store: ControlStore, slot: int, incarnation: int, requests: Request
             if known.action == "continue" and store.exists(members) and newest_decision(store, known) is known:
                 raise NobodyLeft(f"slot {slot} cannot come back: the trainers of slots {known.members} have all ended")
             if known.request >= number:
+                tries += 1
+                if tries > _TRIES:
+                    raise LeftOut(f"slot {slot} was passed over {_TRIES} times; see the log of slot {known.members[0]}")
                 number = requests.post(store, Request(kind="join", slot=slot, incarnation=incarnation))
         time.sleep(_POLL_S)

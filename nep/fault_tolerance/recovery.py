@@ -134,19 +134,28 @@ def _agree(run: SlotRun, number: int, members: tuple[int, ...]) -> Decision:
             has = {slot for slot, post in here.items() if post.layout != NO_LAYOUT or post.next_digest == digest}
             return next_plan(run, before, [slot for slot in before.slots if slot in has], live).canonical_json()
 
-        return transaction.decide(
-            number + 1,
-            members,
-            records,
-            dead,
-            lost=lost,
-            plan=plan,
-            returners=tuple(came),
-            named=lambda digest: plan_of(digest).slots,
-            origin=lambda digest: plan_of(digest).canonical_json(),
-            incarnations={**run.incarnations, **came},
-            request=request,
-        )
+        def decided(came: Mapping[int, int]) -> Decision:
+            return transaction.decide(
+                number + 1,
+                members,
+                records,
+                dead,
+                lost=lost,
+                plan=plan,
+                returners=tuple(came),
+                named=lambda digest: plan_of(digest).slots,
+                origin=lambda digest: plan_of(digest).canonical_json(),
+                incarnations={**run.incarnations, **came},
+                request=request,
+            )
+
+        try:
+            return decided(came)
+        except ValueError as error:
+            if not came:
+                raise
+            log.error("slots %s cannot be taken in: %s", sorted(came), error)
+            return decided({})
 
     decision = agree(run.store, number + 1, members, own, run.recipe.timeouts, decide, run.incarnations)
     if decision.action == "checkpoint":
@@ -234,11 +243,9 @@ def enter_decided(run: SlotRun, decision: Decision, recovery: Recovery) -> None:
     )
     run.generation = enter_generation(run, decision.generation, members, plan)
     recovery.rebuilt_at = time.time()
+    run.sync.release_grads()
     if returning:
         _tell_returners(run, returning)
-    if decision.returners and run.routing is not None:
-        groups = run.generation.groups
-        share_routing(run.routing, groups.vote, run.generation.waiter, decision.returners)
     moved = migrate(
         run.state,
         plan,
