@@ -117,7 +117,9 @@ def test_the_last_slot_cannot_be_drained(small_job: SmallJob, tmp_path: Path) ->
     assert refused and outcome.result is not None and outcome.result["live_slots"] == [0]
 
 
-@pytest.mark.parametrize("failure", ["1@4:kill@recover", "2@4:kill@recover", "3@3:kill@return"])
+@pytest.mark.parametrize(
+    "failure", ["1@4:kill@recover", "2@4:kill@recover", pytest.param("3@3:kill@return", marks=pytest.mark.soak)]
+)
 def test_somebody_dies_while_a_slot_is_drained(small_job: SmallJob, tmp_path: Path, failure: str) -> None:
     """The slot that is drained itself, or another one."""
     outcome = run(
