@@ -324,7 +324,7 @@ class _Supervisor:
     # When it is gone.
 
     def _leave_after_end(self, exit_code: int, end_code: int) -> int:
-        if exit_code in FINAL_CODES:
+        if exit_code in (*FINAL_CODES, end_code):
             return exit_code
         self._say(f"the trainer ended by {_describe(exit_code)} after the end of the job (exit code {end_code})")
         return end_code

@@ -43,6 +43,7 @@ def outcome(trainer: Trainer, model_name: str) -> dict[str, Any]:
         "recovery_s": [recovery.total_s for recovery in trainer.recoveries],
         "recovery_phases_s": [recovery.phases_s() for recovery in trainer.recoveries],
         "live_slots": list(trainer.members),
+        "resumed_step": trainer.resumed_step,
         "data_digest": trainer.data.digest,
         "layout": trainer.plan.number,
         "unprotected_intervals": len(trainer.plan.unprotected(trainer.run_state.recipe.lines)),

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
 import logging
 import time
@@ -11,6 +12,7 @@ from dataclasses import dataclass
 import torch
 from torch import nn
 
+from nep.checkpoint.subject import Subject
 from nep.distributed.collectives import all_gather_bytes, sum_exact
 from nep.distributed.groups import create_device
 from nep.distributed.timeouts import Timeouts
@@ -37,10 +39,13 @@ from nep.planning.cluster import Cluster
 from nep.planning.plan import Plan
 from nep.planning.planner import plan_mirrors
 from nep.planning.validation import check_runnable
+from nep.train.checkpoints import BAD_INPUT, NO_CHECKPOINT, STOPPED, Checkpoints
 from nep.train.config import TrainConfig
 from nep.train.data import SampleSource
 from nep.train.initialization import initial_units
 from nep.train.log import follow_generation
+from nep.train.resume import CannotResume, Resumption, agree_on_checkpoint, subject_of
+from nep.train.signals import StopSignals
 from nep.train.step import forward_backward, prepare_model, validation_sums
 
 log = logging.getLogger(__name__)
@@ -58,6 +63,7 @@ class Hooks:
             slots must answer alike, from committed state alone; lanes and replicas may differ, slots and global batch
             not. One that no longer fits, since a slot has failed, is named and left.
         on_end: after the last step, while all slots are still there: (trainer).
+        on_message: a line for people from the background: of checkpoints, from whichever slot has one: (trainer, line).
     """
 
     on_commit: Callable[[Trainer, Committed], None] = lambda trainer, committed: None
@@ -65,6 +71,7 @@ class Hooks:
     on_plan: Callable[[Trainer, Plan], None] = lambda trainer, plan: None
     next_plan: Callable[[Trainer], Plan | None] = lambda trainer: None
     on_end: Callable[[Trainer], None] = lambda trainer: None
+    on_message: Callable[[Trainer, str], None] = lambda trainer, line: None
 
 
 class Trainer:
@@ -97,6 +104,10 @@ class Trainer:
         self._overlap: Overlap
         self._protected = 0  # number of a plan that cannot be protected any better
         self.run_state: SlotRun
+        self.resumed_step = 0  # of the checkpoint that this run began with
+        self._signals = StopSignals()
+        self._subject: Subject
+        self._checkpoints: Checkpoints
 
     # What hooks may read.
 
@@ -125,19 +136,27 @@ class Trainer:
     # The life of a trainer.
 
     def run(self, job: Job) -> int:
-        """Train to the last step and return the exit code (0, or 3: a checkpoint is needed and none exists)."""
+        """Train to the last step and return the exit code.
+
+        Returns:
+            0: done; 3: a checkpoint is needed and none exists; 4: stopped, and the same command goes on from a
+            checkpoint.
+
+        Raises:
+            CannotResume: the checkpoints of the config's folder are of something else, or cannot be loaded.
+        """
         torch.set_num_threads(1 if job.slots_per_node > 1 else torch.get_num_threads())
         store = job.connect()
-        plan, members = self._found(job, store)
-        self._prepare(job, store, plan)
+        start = self._start(job, store)
+        plan, members = self._found(job, store, 0 if start is None else start.step)
+        self._prepare(job, store, plan, start)
         wait_for_everybody(store, job.slot, job.num_slots, self.run_state.recipe.timeouts.start_s, self._remind)
         try:
-            self._live(plan, members)
-            return 0
+            with self._signals.caught() if self.config.checkpoint_dir is not None else contextlib.nullcontext():
+                self._live(plan, members)
+            return STOPPED if self.was_stopped else 0
         except CheckpointNeeded as lost:
-            self._announce(str(lost))
-            store.compare_and_set(end_key(), "", "3")
-            return 3
+            return self._end_at_checkpoint(str(lost))
         except JobEnded as over:
             log.info("%s", over)
             return over.exit_code
@@ -157,6 +176,7 @@ class Trainer:
                     self._begin("start")
                 else:
                     self._recovery = recover(run, fault, number, members, self._recovery or Recovery())
+                    self._checkpoints.lose(self._recovery.failed_slots)
                     self._begin(self._recovery.reason)
                     run.parking.reap()  # before its sockets cost time, see `Fault.without_frames`
                 number, members = run.current.number, run.current.members
@@ -166,30 +186,46 @@ class Trainer:
             except Fault as broken:
                 fault = broken.without_frames()
 
-    def _found(self, job: Job, store: ControlStore) -> tuple[Plan, tuple[int, ...]]:
-        """Generation 1: the plan that one slot wrote and all read."""
+    def _start(self, job: Job, store: ControlStore) -> Resumption | None:
+        """The checkpoint to go on from, or None: all slots agree."""
+
+        def say(line: str) -> None:
+            log.warning("%s", line)
+            if job.slot == 0:
+                print(line, flush=True)
+
+        model = self._make_model()
+        self._subject = subject_of(self.config, self.data, model, model.parameter_lines())  # type: ignore[operator]
+        try:
+            return agree_on_checkpoint(store, job.slot, job.num_slots, self.config, self._subject, say)
+        except ValueError as error:
+            store.compare_and_set(end_key(), "", str(BAD_INPUT))
+            raise CannotResume(str(error)) from error
+
+    def _found(self, job: Job, store: ControlStore, step: int) -> tuple[Plan, tuple[int, ...]]:
+        """Generation 1: the plan that one slot wrote and all read, with `step` as the last committed one."""
         lines = self._make_model().parameter_lines()  # type: ignore[operator]
         cluster = Cluster.uniform(job.num_slots, job.slots_per_node)
         mine = self.config.first_plan(cluster, lines)
         decision = Decision(
             generation=1,
             members=tuple(range(job.num_slots)),
-            committed=0,
+            committed=step,
             result=None,
             result_slots=(),
             layout=mine.number,
             layout_digest=mine.digest,
             action="continue",
             plan=mine.canonical_json(),
-            params_versions=dict.fromkeys(range(job.num_slots), 0),
+            params_versions=dict.fromkeys(range(job.num_slots), step),
             reason="start",
         )
         written = Decision.from_json(store.compare_and_set(decision_key(1), "", decision.to_json()))
         assert written.plan is not None
         return Plan.from_json(written.plan), written.members
 
-    def _prepare(self, job: Job, store: ControlStore, plan: Plan) -> None:
-        """The state before step 1, made where it is needed: nothing travels."""
+    def _prepare(self, job: Job, store: ControlStore, plan: Plan, start: Resumption | None) -> None:
+        """The state before the first step, made or read where it is needed: nothing travels."""
         config, lines = self.config, self._make_model().parameter_lines()  # type: ignore[operator]
         recipe = Recipe(
             lines=lines,
@@ -200,14 +236,17 @@ class Trainer:
             keep_loads=config.loads_out is not None,
             router_bias_rate=config.router_bias_rate,
         )
-        state = SlotState.initial(
-            plan,
-            job.slot,
-            lines,
-            recipe.dtype,
-            lambda name, lo, hi: initial_units(config.seed, name, lines[name], lo, hi),
-            recipe.optimizer.moments,
-        )
+        if start is None:
+            state = SlotState.initial(
+                plan,
+                job.slot,
+                lines,
+                recipe.dtype,
+                lambda name, lo, hi: initial_units(config.seed, name, lines[name], lo, hi),
+                recipe.optimizer.moments,
+            )
+        else:
+            state = start.state(plan, job.slot, lines, recipe.dtype)
         injector = Injector(config.failures, job.slot, store, self._announce)
         self.run_state = SlotRun(
             job=job,
@@ -223,6 +262,15 @@ class Trainer:
             state=state,
             sync=GradSync.build(state, lines, recipe.dtype),
             routing=RoutingState.initial(lines, recipe.dtype),
+            stop_requested=lambda: self._signals.received is not None,
+        )
+        if start is not None:
+            start.restore(self.run_state)
+            self.resumed_step, self.validation_losses = start.step, start.validation_losses
+            if job.slot == 0:
+                print("\n".join(start.text(config)), flush=True)
+        self._checkpoints = Checkpoints(
+            config, self._subject, self.run_state, self._announce, lambda: self.validation_losses[:1]
         )
 
     def _announce(self, line: str) -> None:
@@ -272,8 +320,9 @@ class Trainer:
         run, config = self.run_state, self.config
         if self.step == 0:
             self.validation_losses = [self._validate()]
-        while self.step < config.steps:
+        while self.step < config.steps and not run.stopping:
             step = self.step + 1
+            self._checkpoints.before_step(step)
             follow_generation(run.current.number, self.plan.replica_of(self.slot), self.slot, step)
             generation, probe = run.current, run.probe_at(step)
             reduction = Reduction(run.sync, generation.groups.transfer, generation.waiter, probe, self._overlap.collect)
@@ -291,12 +340,26 @@ class Trainer:
             self._overlap.returning = run.returning
             self._resumed()
             self.hooks.on_commit(self, run.history.steps[-1])
+            self._pass_messages()
             self._change_plan()
             self._protect()
             run.parking.reap()
         self._resumed()
-        self.validation_losses = [*self.validation_losses[:1], self._validate()]
-        self.hooks.on_end(self)
+        if not self.was_stopped:
+            self.validation_losses = [*self.validation_losses[:1], self._validate()]
+        self._checkpoints.finish()
+        self._pass_messages()
+        if not self.was_stopped:
+            self.hooks.on_end(self)
+
+    @property
+    def was_stopped(self) -> bool:
+        """Whether the job ends before its last step, since somebody wanted it to."""
+        return self.run_state.stopping and self.step < self.config.steps
+
+    def _pass_messages(self) -> None:
+        for line in self._checkpoints.messages():
+            self.hooks.on_message(self, line)
 
     def _resumed(self) -> None:
         """The first step after a recovery is committed (or there is none left to do)."""
@@ -367,7 +430,18 @@ class Trainer:
         store.set(finished_key(number, self.slot), "1")
         everybody = [finished_key(number, slot) for slot in self.members]
         run.current.waiter.wait(_StoreKeys(store, everybody), "the end of the others")
-        store.compare_and_set(end_key(), "", "0")
+        store.compare_and_set(end_key(), "", str(STOPPED if self.was_stopped else 0))
+
+    def _end_at_checkpoint(self, why: str) -> int:
+        """Nothing but a checkpoint helps: the exit code, by whether there is one."""
+        step = self._checkpoints.newest_step()
+        self._pass_messages()
+        if step is None:
+            self._announce(f"{why}, and there is none")
+        else:
+            self._announce(f"{why}: the same command goes on from step {step}, in {self.config.checkpoint_dir}")
+        code = STOPPED if step is not None else NO_CHECKPOINT
+        return int(self.run_state.store.compare_and_set(end_key(), "", str(code)))
 
 
 def _listen_on(store_address: str) -> str | None:
