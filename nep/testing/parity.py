@@ -1,33 +1,46 @@
-"""The parity harness: a few training steps on threads as ranks, over plans that follow each other.
+"""The parity harness: training steps on threads as ranks, by the code that jobs run, over plans that follow each other.
 
-Everything a job does to numbers is done here by the same code (forward, dispatch, backward, sums, clipping, update,
-return, moves of state), without votes and stores; what comes out is put together for a comparison with
-`nep.testing.reference`.
+Steps and changes of layout are the real transactions (`nep.fault_tolerance.commit`), without supervisors and without a
+control store; what comes out is put together for a comparison with `nep.testing.reference`.
 """
 
 from __future__ import annotations
 
-import math
-from collections.abc import Callable, Mapping, Sequence
+import dataclasses
+from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass, field
-from functools import partial
+from types import SimpleNamespace
+from typing import Any
 
 import torch
 from torch import nn
 
-from nep.distributed.collectives import all_gather
-from nep.parallel.grad_sync import GradSync, Reduction, Return
+from nep.distributed.collectives import sum_exact
+from nep.distributed.timeouts import Timeouts
+from nep.fault_tolerance import recovery, transaction
+from nep.fault_tolerance.commit import commit_layout, commit_step, settle
+from nep.fault_tolerance.runtime import Generation, Recipe, SlotRun
+from nep.fault_tolerance.transaction import Decision, Progress
+from nep.moe.routing_state import RoutingState
+from nep.parallel.grad_sync import GradSync, Reduction
 from nep.parallel.holding import Holding
 from nep.parallel.migrate import migrate
-from nep.parallel.optimizer import OptimizerConfig, apply_update
 from nep.parallel.overlap import Overlap
 from nep.parallel.parallelize import parallelize
 from nep.parallel.state import SlotState, Tensors
+from nep.planning.cluster import Cluster
 from nep.planning.layout import Layout, LineKind, Lines
 from nep.planning.plan import Plan
+from nep.planning.shapes import ModelShape, parameter_lines
 from nep.testing.threads import ThreadSlot, run_slots
+from nep.train.config import TrainConfig
 from nep.train.data import SampleSource
-from nep.train.step import forward_backward
+from nep.train.initialization import initial_units
+from nep.train.step import forward_backward, prepare_model
+
+
+class Lost(Exception):
+    """A slot has gone no further."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -43,37 +56,27 @@ class Phase:
     steps: int
 
 
-@dataclass(frozen=True, kw_only=True)
-class Recipe:
-    """What is trained and how.
+@dataclass(kw_only=True)
+class SlotTrace:
+    """What one slot did in a phase.
 
     Attributes:
-        make_model: the single-device model on the meta device.
-        lines: its parameters.
-        initial: (name, lo, hi) -> initial units, float64.
-        data: the samples.
-        optimizer: and its schedule.
-        total_steps: where the schedule ends.
-        micro_batch_size: sequences that a lane runs at a time.
-        overlap: sums during backward, return during the next forward; otherwise one after the other.
+        run: its state afterwards.
+        operations: (communicator, operation) of every launch, in order.
+        sums: finished gradient sums of what it owns, of each step, before they are scaled and clipped.
     """
 
-    make_model: Callable[[], nn.Module]
-    lines: Lines
-    initial: Callable[[str, int, int], torch.Tensor]
-    data: SampleSource
-    optimizer: OptimizerConfig
-    total_steps: int
-    micro_batch_size: int = 2
-    overlap: bool = True
-    dtype: torch.dtype = torch.float64
+    run: SlotRun
+    operations: list[tuple[str, str]]
+    sums: list[Tensors] = field(default_factory=list)
 
 
 @dataclass(kw_only=True)
 class ParityRun:
-    """What a run left, whole tensors by global name.
+    """What a training left, whole tensors by global name.
 
     Attributes:
+        slots: the last state of each slot of the last plan.
         losses: mean per token of each step.
         gradients: of each step's mean loss, before clipping.
         master: weights after the last step.
@@ -81,6 +84,7 @@ class ParityRun:
         operations: phase -> slot -> (communicator, operation) of every launch, in order.
     """
 
+    slots: dict[int, SlotRun] = field(default_factory=dict)
     losses: list[float] = field(default_factory=list)
     gradients: list[Tensors] = field(default_factory=list)
     master: Tensors = field(default_factory=dict)
@@ -88,131 +92,246 @@ class ParityRun:
     operations: list[dict[int, list[tuple[str, str]]]] = field(default_factory=list)
 
 
-def train_in_threads(recipe: Recipe, phases: Sequence[Phase]) -> ParityRun:
-    """Train over the phases; in between state moves as it does in a recovery.
+@dataclass(frozen=True, kw_only=True)
+class Training:
+    """What is trained, and how.
 
-    Raises:
-        AssertionError: a mirror or a holder has other bits than the owner.
-        Exception: the first error of any slot.
+    Attributes:
+        shape: of the model.
+        make_model: shape, dtype -> the single-device model on the meta device.
+        data: the samples.
+        config: steps, batch, optimizer, losses, biases, micro-batches, dtype, seed and recomputation are taken from it.
+        overlap: sums during backward and the return during the next forward; otherwise one after the other.
     """
-    run = ParityRun()
-    states: dict[int, SlotState] = {}
-    step = 0
-    for phase in phases:
-        act = partial(_act, recipe, phase, states, step)
-        results = run_slots(phase.plan.replicas, act, lanes=[lane.slots for lane in phase.plan.lanes])
-        step += phase.steps
-        parts = list(results.values())
-        run.operations.append({slot: result.operations for slot, result in results.items()})
+
+    shape: ModelShape
+    make_model: Callable[[ModelShape, torch.dtype], nn.Module]
+    data: SampleSource
+    config: TrainConfig
+    overlap: bool = True
+
+    @property
+    def lines(self) -> Lines:
+        """The model's parameters."""
+        return parameter_lines(self.shape)
+
+    def run(self, phases: Sequence[Phase]) -> ParityRun:
+        """Train over the phases; in between state moves as in a recovery.
+
+        Raises:
+            AssertionError: a mirror or a holder has other bits than the owner.
+            Exception: the first error of any slot.
+        """
+        done = ParityRun()
+        before: dict[int, SlotRun] = {}
+        until = 0
+        for number, phase in enumerate(phases, 1):
+            until += phase.steps
+            traces = run_slots(
+                phase.plan.replicas,
+                _PhaseOfSlot(self, phase.plan, number, before, until),
+                lanes=[lane.slots for lane in phase.plan.lanes],
+            )
+            before = {slot: trace.run for slot, trace in traces.items()}
+            self._collect(done, phase, traces)
+            check_agreement(phase.plan, before, self.lines)
+        done.slots = before
+        owners = phases[-1].plan.owners
+        done.losses = [entry.loss for entry in before[min(before)].history.steps]
+        done.master = gather(owners, {slot: run.state.owned.master for slot, run in before.items()}, self.lines)
+        for kind in self.config.optimizer.moments:
+            kept = {slot: run.state.owned.moments[kind] for slot, run in before.items()}
+            done.moments[kind] = gather(owners, kept, self.lines)
+        return done
+
+    def _collect(self, done: ParityRun, phase: Phase, traces: Mapping[int, SlotTrace]) -> None:
+        done.operations.append({slot: trace.operations for slot, trace in traces.items()})
+        history = next(iter(traces.values())).run.history.steps
         for index in range(phase.steps):
-            tokens = sum(part.tokens[index] for part in parts)
-            run.losses.append(sum(part.losses[index] for part in parts) / tokens)
-            sums = gather(phase.plan.owners, {s: r.sums[index] for s, r in results.items()}, recipe.lines)
-            run.gradients.append({name: tensor / tokens for name, tensor in sums.items()})
-        states = {slot: result.state for slot, result in results.items()}
-        _check_agreement(phase.plan, states, recipe.lines)
-    owners = phases[-1].plan.owners
-    run.master = gather(owners, {slot: state.owned.master for slot, state in states.items()}, recipe.lines)
-    for kind in recipe.optimizer.moments:
-        kept = {slot: state.owned.moments[kind] for slot, state in states.items()}
-        run.moments[kind] = gather(owners, kept, recipe.lines)
-    return run
+            sums = gather(phase.plan.owners, {s: trace.sums[index] for s, trace in traces.items()}, self.lines)
+            tokens = history[index - phase.steps].tokens
+            done.gradients.append({name: tensor / tokens for name, tensor in sums.items()})
 
+    # What one slot does.
 
-def _act(recipe: Recipe, phase: Phase, before: Mapping[int, SlotState], step: int, me: ThreadSlot) -> _Result:
-    return _SlotPhase(recipe, phase.plan, me, before, step).run(phase.steps)
-
-
-@dataclass(kw_only=True)
-class _Result:
-    """What one slot has after a phase."""
-
-    state: SlotState
-    operations: list[tuple[str, str]]
-    losses: list[float] = field(default_factory=list)
-    tokens: list[int] = field(default_factory=list)
-    sums: list[Tensors] = field(default_factory=list)
-
-
-class _SlotPhase:
-    """One slot's part of a phase."""
-
-    def __init__(self, recipe: Recipe, plan: Plan, me: ThreadSlot, before: Mapping[int, SlotState], step: int):
-        self._recipe, self._me, self._step = recipe, me, step
-        if me.slot in before:
-            live = [slot for slot in sorted(before) if slot in plan.slots]
-            state = migrate(
-                before[me.slot],
-                plan,
-                live=live,
-                params_versions=dict.fromkeys(live, step),
-                version=step,
-                lines=recipe.lines,
-                dtype=recipe.dtype,
-                communicator=me.groups.transfer,
-                waiter=me.waiter,
-                probe=_no_probe,
-            )
-        else:
-            state = SlotState.initial(
-                plan, me.slot, recipe.lines, recipe.dtype, recipe.initial, recipe.optimizer.moments
-            )
-        self._state = state
-        self._sync = GradSync.build(state, recipe.lines, recipe.dtype)
-        model = parallelize(
-            recipe.make_model(), state=state, sync=self._sync, groups=me.groups, waiter=me.waiter, probe=_no_probe
+    def start(self, plan: Plan, slot: int) -> SlotRun:
+        """A slot before the first step."""
+        config, lines = self.config, self.lines
+        state = SlotState.initial(
+            plan,
+            slot,
+            lines,
+            config.torch_dtype,
+            lambda name, lo, hi: initial_units(config.seed, name, lines[name], lo, hi),
+            config.optimizer.moments,
         )
-        self._model = model
-        self._overlap = Overlap(model, self._sync.grads)
-        self._result = _Result(state=state, operations=me.operations)
+        nothing: Any = SimpleNamespace(slot=slot)
+        return SlotRun(
+            job=nothing,
+            store=nothing,
+            connections=nothing,
+            device=None,
+            recipe=Recipe(
+                lines=lines,
+                dtype=config.torch_dtype,
+                optimizer=config.optimizer,
+                total_steps=config.steps,
+                timeouts=Timeouts(),
+                router_bias_rate=config.router_bias_rate,
+            ),
+            probe=lambda phase, step: None,
+            cluster=Cluster.uniform(len(plan.slots), len(plan.slots)),
+            progress=Progress(slot=slot, layout=plan.number, layout_digest=plan.digest),
+            state=state,
+            sync=GradSync.build(state, lines, config.torch_dtype),
+            routing=RoutingState.initial(lines, config.torch_dtype),
+        )
 
-    def run(self, steps: int) -> _Result:
-        for _ in range(steps):
-            self._step += 1
-            self._one_step()
-        self._settle()
-        return self._result
-
-    def _one_step(self) -> None:
-        recipe, me, sync = self._recipe, self._me, self._sync
-        batch = self._state.plan.global_batch_size
-        reduction = Reduction(sync, me.groups.transfer, me.waiter, _no_probe, self._overlap.collect)
-        idle = Reduction(sync, me.groups.transfer, me.waiter, _no_probe, self._overlap.collect)
-        idle.reached = lambda layer: None  # type: ignore[method-assign]
-        sums = forward_backward(
-            self._model,
-            self._overlap,
-            sync,
-            reduction if recipe.overlap else idle,
-            recipe.data,
-            first_sample=(self._step - 1) * batch,
-            micro_batch_size=recipe.micro_batch_size,
+    def change(self, run: SlotRun, me: ThreadSlot, plan: Plan, number: int, live: Sequence[int], version: int) -> None:
+        """Join generation `number` under a plan, with state from the slots `live`, all at step `version`."""
+        self.enter(run, me, plan, number)
+        moved = migrate(
+            run.state,
+            plan,
+            live=live,
+            params_versions=dict.fromkeys(live, run.state.params_version),
+            version=version,
+            lines=run.recipe.lines,
+            dtype=run.recipe.dtype,
+            communicator=me.groups.transfer,
+            waiter=me.waiter,
             probe=_no_probe,
         )
-        self._settle()
-        reduction.finish()
-        self._result.losses.append(sums.loss)
-        self._result.tokens.append(sums.tokens)
-        self._result.sums.append({name: tensor.clone() for name, tensor in self._state.owned.grad_sum.items()})
-        mine = torch.tensor([sync.norm2_owned(), sums.tokens], dtype=torch.float64)
-        norm2, tokens = torch.stack(all_gather(me.groups.vote, mine, me.waiter, "the norm")).sum(0).tolist()
-        apply_update(
-            [self._state.owned, self._state.mirrored],
-            recipe.lines,
-            recipe.optimizer,
-            lr=recipe.optimizer.learning_rate(self._step, recipe.total_steps),
-            update=self._step,
-            scale=recipe.optimizer.gradient_scale(math.sqrt(norm2), int(tokens)),
-        )
-        self._overlap.returning = Return(sync, me.groups.transfer, me.waiter, self._step, _no_probe)
-        if not recipe.overlap:
-            self._settle()
+        commit_layout(run, moved)
 
-    def _settle(self) -> None:
-        if self._overlap.returning is not None:
-            self._overlap.returning.finish()
-            self._overlap.returning = None
-        assert self._state.params_version in (self._step - 1, self._step)
+    def enter(self, run: SlotRun, me: ThreadSlot, plan: Plan, number: int) -> None:
+        """Take part in a generation."""
+        run.returning = None
+        run.generation = Generation(number=number, members=plan.slots, groups=me.groups, waiter=me.waiter)
+
+    def go_on(self, run: SlotRun, me: ThreadSlot, until: int, lost_at: tuple[int, str] | None = None) -> SlotTrace:
+        """Steps up to `until`, or up to the phase of the step in which this slot stops."""
+        trace = SlotTrace(run=run, operations=me.operations)
+
+        def probe(phase: str, step: int) -> None:
+            if (step, phase) == lost_at:
+                raise Lost
+            if phase == "apply":
+                trace.sums.append({name: tensor.clone() for name, tensor in run.state.owned.grad_sum.items()})
+
+        run.probe = probe
+        model = parallelize(
+            self.make_model(self.shape, self.config.torch_dtype),
+            state=run.state,
+            sync=run.sync,
+            groups=me.groups,
+            waiter=me.waiter,
+            probe=_no_probe,
+        )
+        prepare_model(
+            model, self.config, run.routing, lambda counts: sum_exact(me.groups.vote, counts, me.waiter, "counts")
+        )
+        overlap = Overlap(model, run.sync.grads)
+        try:
+            for step in range(run.progress.tx + 1, until + 1):
+                self._step(run, me, model, overlap, step)
+            if lost_at is None:
+                settle(run)
+        except Lost:
+            pass
+        return trace
+
+    def _step(self, run: SlotRun, me: ThreadSlot, model: nn.Module, overlap: Overlap, step: int) -> None:
+        config = self.config
+        reduction = Reduction(run.sync, me.groups.transfer, me.waiter, run.probe_at(step), overlap.collect)
+        sums = forward_backward(
+            model,
+            overlap,
+            run.sync,
+            reduction if self.overlap else _Later(run.sync, me.groups.transfer, me.waiter, _no_probe, overlap.collect),
+            self.data,
+            first_sample=(step - 1) * config.global_batch_size,
+            micro_batch_size=config.sequences_per_round(run.state.plan),
+            probe=run.probe_at(step),
+        )
+        commit_step(run, step, sums, reduction)
+        overlap.returning = run.returning
+        if not self.overlap:
+            settle(run)
+            overlap.returning = None
+
+    # A slot that is lost while a step is voted on.
+
+    def run_with_loss(self, plan: Plan, after: Plan, step: int, saw_the_vote: Collection[int]) -> dict[int, SlotRun]:
+        """Slots that are not in `after` are lost while step `step` is voted on; the others go on to the end.
+
+        Args:
+            plan: to begin with.
+            after: of the survivors.
+            step: which the last vote is about.
+            saw_the_vote: those, of all slots, that have applied the step; the others have only voted.
+        """
+
+        def until_the_loss(me: ThreadSlot) -> SlotRun:
+            run = self.start(plan, me.slot)
+            self.enter(run, me, plan, 1)
+            return self.go_on(run, me, step, (step, "return" if me.slot in saw_the_vote else "vote")).run
+
+        before = run_slots(plan.replicas, until_the_loss, lanes=[lane.slots for lane in plan.lanes])
+        decision = _decide(before, plan, after)
+
+        def from_the_loss(me: ThreadSlot) -> SlotRun:
+            run = before[me.slot]
+            run.returning = None
+            recovery._settle(run, decision)
+            self.change(run, me, after, 2, after.slots, decision.committed)
+            return self.go_on(run, me, self.config.steps).run
+
+        return run_slots(after.replicas, from_the_loss, lanes=[lane.slots for lane in after.lanes])
+
+
+class _Later(Reduction):
+    """A reduction that is never started by backward."""
+
+    def reached(self, layer: int) -> None:
+        """Not yet."""
+
+
+@dataclass(frozen=True)
+class _PhaseOfSlot:
+    """One slot's part of a phase."""
+
+    training: Training
+    plan: Plan
+    number: int
+    before: Mapping[int, SlotRun]
+    until: int
+
+    def __call__(self, me: ThreadSlot) -> SlotTrace:
+        training, run = self.training, self.before.get(me.slot)
+        if run is None:
+            run = training.start(self.plan, me.slot)
+            training.enter(run, me, self.plan, self.number)
+        else:
+            live = [slot for slot in sorted(self.before) if slot in self.plan.slots]
+            training.change(run, me, self.plan, self.number, live, run.progress.tx)
+        return training.go_on(run, me, self.until)
+
+
+def _decide(before: Mapping[int, SlotRun], plan: Plan, after: Plan) -> Decision:
+    """What the survivors agree on."""
+    records = {
+        slot: dataclasses.replace(before[slot].progress, params_version=before[slot].state.params_version)
+        for slot in after.slots
+    }
+    return transaction.decide(
+        2,
+        plan.slots,
+        records,
+        set(plan.slots) - set(after.slots),
+        lost=lambda digest, live: (),
+        plan=lambda digest, live: after.canonical_json(),
+    )
 
 
 def gather(layout: Layout, parts: Mapping[int, Tensors], lines: Lines) -> Tensors:
@@ -235,26 +354,26 @@ def gather(layout: Layout, parts: Mapping[int, Tensors], lines: Lines) -> Tensor
     return {name: tensor[0] if lines[name].kind is LineKind.WHOLE else tensor for name, tensor in full.items()}
 
 
-def _check_agreement(plan: Plan, states: Mapping[int, SlotState], lines: Lines) -> None:
-    """All holders have the rounded master weights, and mirrors the owners' bits."""
-    whole = gather(plan.owners, {slot: state.owned.master for slot, state in states.items()}, lines)
-    whole = {name: tensor.view(lines[name].shape) for name, tensor in whole.items()}
-    for slot, state in states.items():
-        _check_holding(state.held(), whole, lines, f"slot {slot} holds")
-        _check_holding(state.mirrored.weights(), whole, lines, f"slot {slot} mirrors")
-    for kind in next(iter(states.values())).owned.moments:
-        owned = gather(plan.owners, {slot: state.owned.moments[kind] for slot, state in states.items()}, lines)
+def check_agreement(plan: Plan, runs: Mapping[int, SlotRun], lines: Lines) -> None:
+    """All holders have the rounded master weights, and mirrors the owners' bits.
+
+    Raises:
+        AssertionError: somebody has other bits.
+    """
+    for kind in next(iter(runs.values())).state.owned.kinds:
+        owned = gather(plan.owners, {slot: run.state.owned.kinds[kind] for slot, run in runs.items()}, lines)
         owned = {name: tensor.view(lines[name].shape) for name, tensor in owned.items()}
-        for slot, state in states.items():
-            mirrored = Holding(plan.mirrors, slot, state.mirrored.moments[kind])
+        for slot, run in runs.items():
+            mirrored = Holding(plan.mirrors, slot, run.state.mirrored.kinds[kind])
             _check_holding(mirrored, owned, lines, f"slot {slot} mirrors {kind} of")
+            if kind == "master":
+                _check_holding(run.state.held(), owned, lines, f"slot {slot} holds")
 
 
 def _check_holding(holding: Holding, whole: Tensors, lines: Lines, what: str) -> None:
     for name, line in lines.items():
         for lo, hi in holding.layout.intervals(line.axis, holding.slot):
-            views = holding.views(line.axis, [name], lo, hi) or []
-            found = torch.cat(views)
+            found = torch.cat(holding.views(line.axis, [name], lo, hi) or [])
             assert torch.equal(found, whole[name][lo:hi].to(found.dtype)), f"{what} {name} [{lo}, {hi}) differently"
 
 

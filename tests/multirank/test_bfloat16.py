@@ -21,7 +21,7 @@ from nep.train.initialization import initial_units
 from nep.train.step import forward_backward
 from tests.multirank.steps import SEED, no_probe, samples
 from tests.multirank.test_training import FINE, lanes_of
-from tests.multirank.training import STEPS, Training
+from tests.multirank.training import OPTIMIZER, STEPS, make_training, run_under
 
 LINES = parameter_lines(FINE)
 Recorded = dict[str, list[torch.Tensor]]
@@ -98,8 +98,8 @@ def test_training_is_near_that_in_float32(topology: str) -> None:
     plan = lanes_of(topology, FINE)
     runs: dict[str, dict[int, SlotRun]] = {}
     for dtype in ("float32", "bfloat16"):
-        config = TrainConfig(dtype=dtype, router_bias_rate=1e-3, micro_batch_size=2)
-        runs[dtype] = Training(shape=FINE, config=config).run(plan)
+        config = TrainConfig(optimizer=OPTIMIZER, dtype=dtype, router_bias_rate=1e-3, micro_batch_size=2)
+        runs[dtype] = run_under(make_training(FINE, config), plan).slots
     losses = {dtype: [entry.loss for entry in run[0].history.steps] for dtype, run in runs.items()}
     assert len(losses["bfloat16"]) == STEPS
     for half, single in zip(losses["bfloat16"], losses["float32"], strict=True):

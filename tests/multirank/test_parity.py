@@ -9,66 +9,40 @@ from functools import lru_cache
 import pytest
 import torch
 
-from models.mixtral import build
 from nep.parallel.optimizer import OptimizerConfig
 from nep.planning.cluster import Cluster
 from nep.planning.degrees import Degrees
 from nep.planning.plan import Plan
 from nep.planning.planner import plan_after_failure, plan_from_scratch, plan_mirrors
 from nep.planning.shapes import ModelShape, parameter_lines
-from nep.testing.parity import ParityRun, Phase, Recipe, train_in_threads
-from nep.testing.reference import ReferenceHyper, ReferenceRun, reference_gradients, reference_train
-from nep.train.initialization import initial_units
+from nep.testing.parity import ParityRun, Phase, Training
+from nep.testing.reference import ReferenceRun, reference_gradients
+from nep.train.config import TrainConfig
 from tests.multirank.plans import Lanes, cut_unevenly, lane_plan
-from tests.multirank.steps import BATCH, SEED, SHAPE, assert_close, samples, whole_model
+from tests.multirank.steps import BATCH, SHAPE, assert_close, samples
 from tests.multirank.test_copies import hold
+from tests.multirank.training import STEPS, make_training, reference_of
 
-STEPS = 6
-HYPER = ReferenceHyper(lr=3e-3, warmup_steps=2, steps=STEPS, clip_norm=0.5)
-OPTIMIZER = OptimizerConfig(lr=HYPER.lr, warmup_steps=HYPER.warmup_steps, clip_norm=HYPER.clip_norm)
+OPTIMIZER = OptimizerConfig(lr=3e-3, warmup_steps=2, clip_norm=0.5)
 
 TEN_HEADS = dataclasses.replace(SHAPE, num_heads=10, num_kv_heads=5)
 EIGHT_EXPERTS = dataclasses.replace(SHAPE, num_experts=8, ffn_hidden_size=11)
 
 
-def recipe(shape: ModelShape, *, micro_batch_size: int = 2, overlap: bool = True) -> Recipe:
-    lines = parameter_lines(shape)
-    return Recipe(
-        make_model=lambda: build(shape, torch.float64),
-        lines=lines,
-        initial=lambda name, lo, hi: initial_units(SEED, name, lines[name], lo, hi),
-        data=samples(),
-        optimizer=OPTIMIZER,
-        total_steps=STEPS,
-        micro_batch_size=micro_batch_size,
-        overlap=overlap,
-    )
+def training_of(shape: ModelShape, optimizer: OptimizerConfig = OPTIMIZER) -> Training:
+    return make_training(shape, TrainConfig(dtype="float64", micro_batch_size=2, optimizer=optimizer))
 
 
 @lru_cache
 def reference(shape: ModelShape) -> ReferenceRun:
-    data = samples()
-    return reference_train(
-        shape,
-        whole_model(parameter_lines(shape)),
-        lambda step: data.train_batch((step - 1) * BATCH, BATCH),
-        STEPS,
-        HYPER,
-    )
+    return reference_of(training_of(shape))
 
 
 @lru_cache
 def last_gradients(shape: ModelShape) -> dict[str, torch.Tensor]:
     """Of the last step, at the parameters before it."""
-    data = samples()
-    before = reference_train(
-        shape,
-        whole_model(parameter_lines(shape)),
-        lambda step: data.train_batch((step - 1) * BATCH, BATCH),
-        STEPS - 1,
-        HYPER,
-    )
-    return reference_gradients(shape, before.params, *data.train_batch((STEPS - 1) * BATCH, BATCH))[1]
+    before = reference_of(training_of(shape), STEPS - 1)
+    return reference_gradients(shape, before.params, *samples().train_batch((STEPS - 1) * BATCH, BATCH))[1]
 
 
 def assert_parity(run: ParityRun, shape: ModelShape) -> None:
@@ -130,16 +104,18 @@ def test_a_job_that_loses_slots_trains_like_one_process(name: str) -> None:
     num_slots, num_replicas, lane_slots, dead, shape = SHRINKING[name]
     plans = shrinking(num_slots, num_replicas, lane_slots, dead, shape)
     phases = spread(plans)
-    run = train_in_threads(recipe(shape), phases)
+    run = training_of(shape).run(phases)
     assert_parity(run, shape)
     assert_one_order(run, [phase.plan for phase in phases])
 
 
 @pytest.mark.parametrize("micro_batch_size", [1, 6])
 @pytest.mark.parametrize("overlap", [True, False])
-def test_rounds_and_overlap_change_nothing(micro_batch_size: int, overlap: bool) -> None:
+@pytest.mark.parametrize("recompute", [True, False])
+def test_rounds_overlap_and_recomputation_change_nothing(micro_batch_size: int, overlap: bool, recompute: bool) -> None:
     plans = shrinking(6, 2, 2, [1], TEN_HEADS)
-    run = train_in_threads(recipe(TEN_HEADS, micro_batch_size=micro_batch_size, overlap=overlap), spread(plans))
+    config = TrainConfig(dtype="float64", micro_batch_size=micro_batch_size, optimizer=OPTIMIZER, recompute=recompute)
+    run = make_training(TEN_HEADS, config, overlap=overlap).run(spread(plans))
     assert_parity(run, TEN_HEADS)
 
 
@@ -160,7 +136,7 @@ HAND_MADE: dict[str, tuple[Lanes, list[int], Callable[..., list[list[int]]]]] = 
 def test_any_cut_trains_like_one_process(name: str) -> None:
     lanes, shares, experts = HAND_MADE[name]
     plan = lane_plan(lanes, TEN_HEADS, shares, experts)
-    run = train_in_threads(recipe(TEN_HEADS), [Phase(plan=plan, steps=STEPS)])
+    run = training_of(TEN_HEADS).run([Phase(plan=plan, steps=STEPS)])
     assert_parity(run, TEN_HEADS)
     assert_one_order(run, [plan])
 
@@ -172,17 +148,17 @@ def test_pinned_degrees_train_like_one_process_before_and_after_a_loss(text: str
     first = plan_from_scratch(cluster, lines, num_replicas=1, global_batch_size=BATCH, degrees=degrees)
     assert {len(lane.slots) for lane in first.lanes} == {degrees.tp}
     second = plan_after_failure(first, cluster.fail([5]), lines)
-    run = train_in_threads(recipe(shape), [Phase(plan=first, steps=3), Phase(plan=second, steps=3)])
+    run = training_of(shape).run([Phase(plan=first, steps=3), Phase(plan=second, steps=3)])
     assert_parity(run, shape)
 
 
 @pytest.mark.parametrize("momentum", [0.9, 0.0])
 def test_sgd_trains_alike_however_it_is_cut(momentum: float) -> None:
     optimizer = dataclasses.replace(OPTIMIZER, algorithm="sgd", momentum=momentum, lr=0.1)
-    how = dataclasses.replace(recipe(SHAPE), optimizer=optimizer)
+    training = training_of(SHAPE, optimizer)
     (alone,) = shrinking(1, 1, 1, [], SHAPE)
-    expected = train_in_threads(how, [Phase(plan=alone, steps=STEPS)])
-    found = train_in_threads(how, spread(shrinking(5, 2, 2, [1, 3], SHAPE)))
+    expected = training.run([Phase(plan=alone, steps=STEPS)])
+    found = training.run(spread(shrinking(5, 2, 2, [1, 3], SHAPE)))
     assert found.losses == pytest.approx(expected.losses, rel=1e-12)
     assert found.losses[-1] < found.losses[0]
     assert_close(found.master, expected.master)
@@ -206,8 +182,8 @@ def test_a_run_that_changes_its_layout_is_the_run_that_started_in_it(
 ) -> None:
     """Moments included."""
     first, second = lane_plan(before, TEN_HEADS, shares), lane_plan(after, TEN_HEADS, new_shares, number=2)
-    changed = train_in_threads(recipe(TEN_HEADS), [Phase(plan=first, steps=3), Phase(plan=second, steps=STEPS - 3)])
-    started = train_in_threads(recipe(TEN_HEADS), [Phase(plan=second, steps=STEPS)])
+    changed = training_of(TEN_HEADS).run([Phase(plan=first, steps=3), Phase(plan=second, steps=STEPS - 3)])
+    started = training_of(TEN_HEADS).run([Phase(plan=second, steps=STEPS)])
     assert_parity(changed, TEN_HEADS)
     assert_close(changed.master, started.master)
     for kind, moments in started.moments.items():

@@ -12,24 +12,25 @@ from nep.fault_tolerance.runtime import SlotRun
 from nep.moe.aux_losses import AuxLosses
 from nep.planning.plan import Plan
 from nep.planning.shapes import ModelShape
-from nep.testing.threads import ThreadSlot, run_slots
+from nep.testing.parity import Phase
 from nep.train.config import TrainConfig
 from tests.multirank.test_training import FINE, GATED, lanes_of
-from tests.multirank.training import Training, assert_equals
+from tests.multirank.training import OPTIMIZER, assert_equals, make_training, reference_of, run_under
 
 AUX = AuxLosses(z=0.1, balance=0.2, logits_z=0.1)
 
 
 def trained(shape: ModelShape, plan: Plan, recompute: bool, dtype: str) -> dict[int, tuple[SlotRun, list]]:
-    backend_free = TrainConfig(
-        dtype=dtype, aux_losses=AUX, router_bias_rate=1e-2 * shape.router_bias, micro_batch_size=2, recompute=recompute
+    config = TrainConfig(
+        optimizer=OPTIMIZER,
+        dtype=dtype,
+        aux_losses=AUX,
+        router_bias_rate=1e-2 * shape.router_bias,
+        micro_batch_size=2,
+        recompute=recompute,
     )
-    training = Training(shape=shape, config=backend_free)
-
-    def body(me: ThreadSlot) -> tuple[SlotRun, list]:
-        return training.go_on(training.start(plan, me.slot), me, 3), me.operations
-
-    return run_slots(plan.replicas, body, lanes=[lane.slots for lane in plan.lanes])
+    done = make_training(shape, config).run([Phase(plan=plan, steps=3)])
+    return {slot: (run, done.operations[0][slot]) for slot, run in done.slots.items()}
 
 
 @pytest.mark.parametrize("dtype", ["float64", "bfloat16"])
@@ -51,9 +52,16 @@ def test_the_same_bits_and_the_same_operations(topology: str, shape: ModelShape,
 
 
 def test_recomputed_steps_are_the_reference_s() -> None:
-    config = TrainConfig(dtype="float64", aux_losses=AUX, router_bias_rate=1e-2, micro_batch_size=1, recompute=True)
-    training = Training(shape=FINE, config=config)
-    assert_equals(training.run(lanes_of("tp3, tp2 and tp1", FINE)), training.reference())
+    config = TrainConfig(
+        optimizer=OPTIMIZER,
+        dtype="float64",
+        aux_losses=AUX,
+        router_bias_rate=1e-2,
+        micro_batch_size=1,
+        recompute=True,
+    )
+    training = make_training(FINE, config)
+    assert_equals(run_under(training, lanes_of("tp3, tp2 and tp1", FINE)).slots, reference_of(training))
 
 
 def kept_bytes(recompute: bool) -> int:

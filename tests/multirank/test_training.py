@@ -13,13 +13,13 @@ from nep.planning.cluster import Cluster
 from nep.planning.plan import Plan
 from nep.planning.planner import plan_after_failure, plan_from_scratch, plan_mirrors
 from nep.planning.shapes import ModelShape, parameter_lines, preset
-from nep.testing.parity import gather
+from nep.testing.parity import Training, gather
 from nep.testing.reference import ReferenceAux, ReferenceRun, reference_gradients
 from nep.testing.threads import ThreadSlot, run_slots
 from nep.train.config import TrainConfig
 from tests.multirank.plans import lane_plan
 from tests.multirank.steps import BATCH, assert_close, make_state, samples, step_sums, whole_model
-from tests.multirank.training import Training, assert_equals
+from tests.multirank.training import OPTIMIZER, assert_equals, make_training, reference_of, run_under
 
 # Seven experts on any number of slots, heads that do not divide, neurons that do not either.
 FINE = dataclasses.replace(
@@ -55,14 +55,18 @@ def lanes_of(name: str, shape: ModelShape) -> Plan:
 @cache
 def training_of(shape: str, losses: str, rate: float = 0.0, micro_batch_size: int = 2) -> Training:
     config = TrainConfig(
-        dtype="float64", aux_losses=LOSSES[losses], router_bias_rate=rate, micro_batch_size=micro_batch_size
+        optimizer=OPTIMIZER,
+        dtype="float64",
+        aux_losses=LOSSES[losses],
+        router_bias_rate=rate,
+        micro_batch_size=micro_batch_size,
     )
-    return Training(shape=SHAPES[shape], config=config)
+    return make_training(SHAPES[shape], config)
 
 
 @cache
-def reference_of(shape: str, losses: str, rate: float = 0.0) -> ReferenceRun:
-    return training_of(shape, losses, rate).reference()
+def expected_of(shape: str, losses: str, rate: float = 0.0) -> ReferenceRun:
+    return reference_of(training_of(shape, losses, rate))
 
 
 @pytest.mark.parametrize("topology", ["alone", "three lanes", "tp3", "tp3, tp2 and tp1", "unlike lanes in one replica"])
@@ -78,19 +82,19 @@ def reference_of(shape: str, losses: str, rate: float = 0.0) -> ReferenceRun:
 )
 def test_any_cut_trains_like_the_reference(topology: str, shape: str, losses: str, rate: float) -> None:
     plan = lanes_of(topology, SHAPES[shape])
-    assert_equals(training_of(shape, losses, rate).run(plan), reference_of(shape, losses, rate))
+    assert_equals(run_under(training_of(shape, losses, rate), plan).slots, expected_of(shape, losses, rate))
 
 
 @pytest.mark.parametrize("losses", [name for name in LOSSES if name != "none"])
 def test_each_option_changes_the_training(losses: str) -> None:
     """Otherwise the comparisons above would prove nothing."""
-    plain, other = reference_of("fine", "none"), reference_of("fine", losses)
+    plain, other = expected_of("fine", "none"), expected_of("fine", losses)
     router = "layers.1.moe.router.weight"
     assert (plain.params[router] - other.params[router]).abs().max() > 1e-4 * plain.params[router].abs().max()
 
 
 def test_biases_change_who_computes() -> None:
-    plain, biased = reference_of("fine", "none"), reference_of("fine", "none", 1e-2)
+    plain, biased = expected_of("fine", "none"), expected_of("fine", "none", 1e-2)
     assert biased.biases_le.abs().max() > 1e-2 and not plain.biases_le.any()
     assert not plain.counts_le.equal(biased.counts_le)
 
@@ -120,14 +124,16 @@ def test_a_slot_is_lost_and_biases_and_counts_are_not(
     plan, after = failure(num_slots, replicas, dead, tp)
     runs = training_of("fine", losses, 1e-2).run_with_loss(plan, after, 3, saw_the_vote)
     assert sorted(runs) == [slot for slot in range(num_slots) if slot != dead]
-    assert_equals(runs, reference_of("fine", losses, 1e-2))
+    assert_equals(runs, expected_of("fine", losses, 1e-2))
 
 
 def test_a_skipped_step_changes_neither_biases_nor_counts() -> None:
     training, plan = training_of("fine", "previous step", 1e-2), lanes_of("three lanes", FINE)
 
     def body(me: ThreadSlot) -> tuple[bytes, bytes]:
-        run = training.go_on(training.start(plan, me.slot), me, 1)
+        run = training.start(plan, me.slot)
+        training.enter(run, me, plan, 1)
+        training.go_on(run, me, 1)
         assert run.routing is not None
         before = run.routing.to_bytes()
         run.state.params["head.weight"].fill_(torch.nan)
