@@ -43,7 +43,7 @@ class SaveKeys:
 
     @property
     def end(self) -> str:
-        """How it ended: COMPLETE, or why it was abandoned."""
+        """How it ended: COMPLETE, or who abandoned it and why, see `end_save`."""
         return f"{self._prefix}/end"
 
     @property
@@ -68,6 +68,25 @@ class SaveKeys:
     def mirrored(self, part: Part, mirror: int) -> str:
         """What a mirror has written of a dead owner's part."""
         return f"{self._prefix}/mirrored/{part.slot}/{part.index}/{mirror}"
+
+
+def end_save(board: Board, keys: SaveKeys, slot: int, why: str) -> tuple[str, bool]:
+    """Abandon a save, unless it has ended.
+
+    Args:
+        slot: whose wish it is.
+
+    Returns:
+        How it has ended, COMPLETE or the reason that stands, and whether that is this slot's.
+    """
+    mine = f"{slot}|{why}"
+    ended = board.compare_and_set(keys.end, "", mine)
+    return reason_of(ended), ended == mine
+
+
+def reason_of(ended: str) -> str:
+    """How a save has ended, without who ended it."""
+    return ended if ended == COMPLETE else ended.partition("|")[2]
 
 
 def report(board: Board, keys: SaveKeys, key: str, chunk: Chunk) -> None:

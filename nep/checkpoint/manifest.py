@@ -144,9 +144,11 @@ class Manifest:
             "rng": RNG,
             "subject": contents.subject.to_json(),
             "small": self.small.to_json(),
-            "chunks": [chunk.to_json() for chunk in self.chunks],
         }
-        return json.dumps(value, indent=1) + "\n"
+        chunks = ",\n  ".join(json.dumps(chunk.to_json()) for chunk in self.chunks)
+        fields = [f" {json.dumps(key)}: {json.dumps(field)}" for key, field in value.items()]
+        # A line for each field and file: people read it, too.
+        return "{\n" + ",\n".join([*fields, f' "chunks": [\n  {chunks}\n ]']) + "\n}\n"
 
     @classmethod
     def from_json(cls, text: str) -> Manifest:

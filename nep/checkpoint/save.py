@@ -10,7 +10,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Protocol
 
-from nep.checkpoint.board import COMPLETE, Board, SaveKeys, report, reported
+from nep.checkpoint.board import COMPLETE, Board, SaveKeys, end_save, reason_of, report, reported
 from nep.checkpoint.files import Entry, write_tensors
 from nep.checkpoint.folders import folder_name, prune
 from nep.checkpoint.manifest import MANIFEST, Chunk, Manifest
@@ -114,13 +114,13 @@ class Save:
         log.info("checkpoint of step %d: wrote and reported in %.3f s", self.snapshot.step, time.monotonic() - started)
         return self._wait_for_all()
 
-    def abandon(self, why: str) -> str:
+    def abandon(self, why: str) -> tuple[str, bool]:
         """End the save for everybody, unless it has ended.
 
         Returns:
-            How it has ended: COMPLETE, or the reason that stands.
+            How it has ended, COMPLETE or the reason that stands, and whether that is this slot's.
         """
-        return self.board.compare_and_set(self.keys.end, "", why)
+        return end_save(self.board, self.keys, self.snapshot.slot, why)
 
     def tidy_up(self) -> None:
         """Remove this slot's files of a save that was abandoned."""
@@ -188,7 +188,7 @@ class Save:
         if ended == COMPLETE:
             return True
         if ended is not None:
-            raise Abandoned(ended)
+            raise Abandoned(reason_of(ended))
         why = self.cancelled()
         if why is not None:
             raise Abandoned(why)
@@ -281,7 +281,7 @@ class Save:
         ended = self.board.compare_and_set(self.keys.end, "", COMPLETE)
         if ended != COMPLETE:
             (self.folder / MANIFEST).unlink()
-            raise Abandoned(ended)
+            raise Abandoned(reason_of(ended))
         self.board.set(self.keys.step_is_saved, "1")
         # Nobody else writes now: whoever begins the next save has learnt that this one is complete.
         for path in prune(self.config.root, keep=self.config.keep):

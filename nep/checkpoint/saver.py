@@ -13,7 +13,7 @@ import time
 from collections import deque
 from collections.abc import Callable, Collection
 
-from nep.checkpoint.board import COMPLETE, Board, SaveKeys
+from nep.checkpoint.board import COMPLETE, Board, SaveKeys, end_save
 from nep.checkpoint.save import HAS_ONE, Abandoned, Save, SaverConfig
 from nep.checkpoint.snapshot import Snapshot
 
@@ -150,9 +150,9 @@ class Saver:
         """End a save without a checkpoint. Whoever ends it says so, and says it once while it goes on like that."""
         step = save.snapshot.step
         try:
-            ended = save.abandon(why)
+            ended, mine = save.abandon(why)
         except RuntimeError as error:
-            ended = why = f"{why} ({error})"
+            ended, mine = f"{why} ({error})", True
         if ended == COMPLETE:
             self.last_step = step
             return
@@ -160,8 +160,8 @@ class Saver:
         log.warning("no checkpoint of step %d: %s", step, ended)
         if ended in (HAS_ONE, self._cancelled):
             return
-        if ended == why and not self._failing:
-            self._messages.append(f"no checkpoint of step {step}: {why}")
+        if mine and not self._failing:
+            self._messages.append(f"no checkpoint of step {step}: {ended}")
         self._failing = True
 
     def _refuse_unwanted(self) -> None:
@@ -170,7 +170,7 @@ class Saver:
             keys = self._unwanted.popleft()
             why = f"slot {self._slot} was still busy with the one before"
             try:
-                if self._board.compare_and_set(keys.end, "", why) == why:
+                if end_save(self._board, keys, self._slot, why)[1]:
                     self._messages.append(f"no checkpoint of step {keys.step}: {why}")
             except RuntimeError as error:
                 log.warning("no checkpoint of step %d: %s (%s)", keys.step, why, error)
