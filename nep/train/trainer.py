@@ -154,9 +154,11 @@ class Trainer:
         try:
             with self._signals.caught() if self.config.checkpoint_dir is not None else contextlib.nullcontext():
                 self._live(plan, members)
-            return STOPPED if self.was_stopped else 0
+            if self.was_stopped:
+                return self._end_at_checkpoint(f"stopped after step {self.step}", speak=self.reports)
+            return 0
         except CheckpointNeeded as lost:
-            return self._end_at_checkpoint(str(lost))
+            return self._end_at_checkpoint(str(lost), speak=True)
         except JobEnded as over:
             log.info("%s", over)
             return over.exit_code
@@ -432,14 +434,14 @@ class Trainer:
         run.current.waiter.wait(_StoreKeys(store, everybody), "the end of the others")
         store.compare_and_set(end_key(), "", str(STOPPED if self.was_stopped else 0))
 
-    def _end_at_checkpoint(self, why: str) -> int:
-        """Nothing but a checkpoint helps: the exit code, by whether there is one."""
+    def _end_at_checkpoint(self, why: str, *, speak: bool) -> int:
+        """Nothing but a checkpoint helps from here: the exit code, by whether there is one."""
         step = self._checkpoints.newest_step()
         self._pass_messages()
-        if step is None:
-            self._announce(f"{why}, and there is none")
-        else:
-            self._announce(f"{why}: the same command goes on from step {step}, in {self.config.checkpoint_dir}")
+        if speak and step is None:
+            self._announce(f"{why}; there is no checkpoint")
+        elif speak:
+            self._announce(f"{why}; the same command goes on from step {step}, in {self.config.checkpoint_dir}")
         code = STOPPED if step is not None else NO_CHECKPOINT
         return int(self.run_state.store.compare_and_set(end_key(), "", str(code)))
 

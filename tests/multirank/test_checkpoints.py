@@ -47,9 +47,7 @@ def training() -> Training:
     losses = AuxLosses(balance=0.4, counts="previous", z=0.02)
     return make_training(
         FINE,
-        TrainConfig(
-            dtype="float64", micro_batch_size=2, optimizer=OPTIMIZER, aux_losses=losses, router_bias_rate=1e-2
-        ),
+        TrainConfig(dtype="float64", micro_batch_size=2, optimizer=OPTIMIZER, aux_losses=losses, router_bias_rate=1e-2),
     )
 
 

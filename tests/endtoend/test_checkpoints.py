@@ -1,0 +1,63 @@
+"""Real jobs that end and go on: after a signal, after too many losses, and when a slot dies while it saves."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+
+from nep.checkpoint.folders import found_in, whole_in
+from nep.checkpoint.manifest import Manifest
+from tests.endtoend.conftest import SmallJob
+
+STOPPED_JOB = Path(__file__).with_name("stopped_job.py")
+
+
+@pytest.mark.parametrize("launcher", ["torchrun", "fast"])
+def test_a_signal_ends_the_job_and_the_same_command_goes_on(small_job: SmallJob, tmp_path: Path, launcher: str) -> None:
+    """From four slots to one."""
+    options = ["--checkpoint-dir", str(tmp_path / "saved")]
+    stopped = small_job.run(
+        4, "--replicas", "2", *options, folder=tmp_path / "1", launcher=launcher, check=False, script=STOPPED_JOB
+    )
+    assert stopped.returncode == 1 and stopped.result is None, stopped.output
+    (checkpoint,) = whole_in(tmp_path / "saved")
+    assert 3 <= checkpoint.step < 6 and f"checkpoint of step {checkpoint.step}:" in stopped.output
+    assert f"stopped after step {checkpoint.step}" in stopped.output
+    again = small_job.run(1, *options, folder=tmp_path / "2", launcher="alone")
+    assert again.result is not None and again.result["resumed_step"] == checkpoint.step
+    assert f"going on from step {checkpoint.step}: {checkpoint.path}" in again.output
+
+
+def test_owner_and_mirror_lost_together_go_on_from_the_checkpoint(small_job: SmallJob, tmp_path: Path) -> None:
+    options = ["--checkpoint-dir", str(tmp_path / "saved"), "--checkpoint-every", "2"]
+    failures = ["--fail", "0@5:kill@sync", "--fail", "1@5:kill@sync"]
+    lost = small_job.run(3, *options, *failures, folder=tmp_path / "1", check=False)
+    assert lost.returncode == 4, lost.output
+    assert f"the same command goes on from step 4, in {tmp_path / 'saved'}" in lost.output
+    again = small_job.run(5, "--replicas", "2", "--tp", "2", *options, folder=tmp_path / "2")
+    assert again.result is not None and again.result["resumed_step"] == 4
+    assert [one.step for one in whole_in(tmp_path / "saved")] == [6, 4]
+
+
+def test_a_slot_that_dies_while_it_saves_costs_neither_a_step_nor_the_checkpoint(
+    small_job: SmallJob, tmp_path: Path
+) -> None:
+    saved = tmp_path / "saved"
+    options = ["--checkpoint-dir", str(saved), "--checkpoint-every", "2", "--checkpoint-keep", "9"]
+    outcome = small_job.run(4, "--replicas", "2", *options, "--fail", "1@2:kill@checkpoint", folder=tmp_path)
+    assert outcome.result is not None and outcome.result["live_slots"] == [0, 2, 3]
+    assert [one.step for one in found_in(saved)] == [6, 4, 2]
+    files = [chunk.file for chunk in Manifest.read(whole_in(saved)[-1].path).chunks]
+    assert any(name.startswith("slot-00001") and "-from-" in name for name in files), files
+
+
+def test_a_job_that_is_done_is_done(small_job: SmallJob, tmp_path: Path) -> None:
+    """Nothing is left to train, and the files are written again."""
+    options = ["--checkpoint-dir", str(tmp_path / "saved")]
+    small_job.run(2, *options, folder=tmp_path / "1")
+    again = small_job.run(1, *options, folder=tmp_path / "2", launcher="alone")
+    assert again.result is not None and again.result["resumed_step"] == 6
+    refused = small_job.run(1, *options, "--seed", "5", folder=tmp_path / "3", launcher="alone", check=False)
+    assert refused.returncode == 2
+    assert "seed (5) is not the checkpoint's (0); give the same --seed" in refused.output
