@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import hashlib
 import json
 from collections.abc import Mapping
 from dataclasses import dataclass, field
@@ -146,6 +147,7 @@ class Manifest:
             "small": self.small.to_json(),
         }
         chunks = ",\n  ".join(json.dumps(chunk.to_json()) for chunk in self.chunks)
+        value["sha256"] = _digest({**value, "chunks": [chunk.to_json() for chunk in self.chunks]})
         fields = [f" {json.dumps(key)}: {json.dumps(field)}" for key, field in value.items()]
         # A line for each field and file: people read it, too.
         return "{\n" + ",\n".join([*fields, f' "chunks": [\n  {chunks}\n ]']) + "\n}\n"
@@ -159,6 +161,7 @@ class Manifest:
         """
         try:
             value = json.loads(text)
+            stored = value.pop("sha256")
             if value["format"] != FORMAT:
                 raise BadCheckpoint(f"format ({value['format']!r}) is not {FORMAT!r}")
             if value["schema"] != SCHEMA:
@@ -166,6 +169,8 @@ class Manifest:
                     f"schema ({value['schema']}) is not the {SCHEMA} that this program reads; use the version of nep "
                     "that wrote it"
                 )
+            if stored != _digest(value):
+                raise BadCheckpoint("it is damaged: its sha256 is not the one that was written")
             if value["rng"] != RNG:
                 raise BadCheckpoint("it was made with another scheme of random numbers; use the version that wrote it")
             contents = Contents(
@@ -213,3 +218,8 @@ class Manifest:
             if problem:
                 raise BadCheckpoint(problem)
         return manifest
+
+
+def _digest(value: Mapping[str, Any]) -> str:
+    """sha256 of everything that a manifest says."""
+    return hashlib.sha256(json.dumps(value, sort_keys=True, separators=(",", ":")).encode()).hexdigest()

@@ -76,6 +76,13 @@ class Disk:
         return write_tensors(path, entries)
 
 
+def write_all(save: Save) -> None:
+    """A slot writes and reports all it owns, and does no more."""
+    save.folder.mkdir(exist_ok=True)
+    for part in save._parts[save.snapshot.slot]:
+        report(save.board, save.keys, save.keys.owned(part), save._write_part(part, mirrored=False))
+
+
 def test_every_unit_is_written_once(tmp_path: Path) -> None:
     writers = savers(tmp_path, PLAN.slots)
     for slot, snapshot in snapshots().items():
@@ -113,9 +120,7 @@ def test_mirrors_write_what_a_dead_slot_had_not_reported(tmp_path: Path, files: 
         with pytest.raises(RuntimeError, match="killed"):
             save.run()
     else:
-        for part in save._parts[2]:
-            chunk = save._write_part(part, mirrored=False)
-            report(board, save.keys, save.keys.owned(part), chunk)
+        write_all(save)
     dead.add(2)
     assert all(writers[slot].wait(20) for slot in (0, 1, 3))
     manifest = assert_whole(tmp_path)
@@ -173,10 +178,13 @@ def test_a_full_disk_is_said_once_and_training_could_go_on(tmp_path: Path) -> No
 
 def test_another_slot_writes_the_manifest_if_the_first_dies(tmp_path: Path) -> None:
     board, dead = MemoryBoard(), set[int]()
+    taken = snapshots()
+    config = SaverConfig(root=tmp_path, tag="ab12", stall_s=20, part_bytes=1000)
+    write_all(Save(snapshot=taken[3], config=config, board=board, gone=set, cancelled=lambda: None))
     assert board.compare_and_set(KEYS.writer, "", "3") == "3"  # wins, and is never heard of again
-    writers = savers(tmp_path, PLAN.slots, board, lambda: dead)
-    for slot, snapshot in snapshots().items():
-        writers[slot].save(snapshot)
+    writers = savers(tmp_path, (0, 1, 2), board, lambda: dead)
+    for slot in (0, 1, 2):
+        writers[slot].save(taken[slot])
     assert not writers[0].wait(0.3)
     for slot in (0, 1, 2):
         writers[slot].lose([3])
