@@ -66,7 +66,9 @@ def calibrate(
         raise ValueError(f"tokens ({tokens}) must be a positive multiple of seq_len ({seq_len})")
     if repeats < 1:
         raise ValueError(f"repeats ({repeats}) must be at least 1")
-    backend, _ = choose_backend(backend, dtype, hidden_size=shape.hidden_size, neuron_block=shape.neuron_block)
+    backend, _ = choose_backend(
+        backend, dtype, hidden_size=shape.hidden_size, neuron_block=shape.neuron_block, device=device
+    )
     bench = _Bench(shape, tokens, seq_len, torch.device(device), dtype, backend, repeats)
     return bench.profile(base)
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 import torch
 
-from nep.moe.backends import choose_backend, get_backend
+from nep.moe.backends import choose_backend, get_backend, grouped_mm
 from nep.moe.backends.groups import Group, _continues
 from nep.moe.slices import expert_slices
 
@@ -74,3 +74,24 @@ def test_what_cannot_run_is_refused_with_the_remedy() -> None:
         choose_backend("grouped_mm", torch.float32, hidden_size=16, neuron_block=1)
     with pytest.raises(ValueError, match="choose one of auto, loop, grouped_mm"):
         choose_backend("fast", torch.float32, hidden_size=16, neuron_block=8)
+
+
+def test_a_cpu_runs_large_slices_one_by_one(monkeypatch: pytest.MonkeyPatch) -> None:
+    products: list[int] = []
+    grouped = torch.nn.functional.grouped_mm
+
+    def counted(a: torch.Tensor, b: torch.Tensor, **keywords: torch.Tensor) -> torch.Tensor:
+        products.append(len(a))
+        return grouped(a, b, **keywords)
+
+    monkeypatch.setattr(grouped_mm.F, "grouped_mm", counted)
+    cut = CUTS["all experts"]
+    run("grouped_mm", cut, torch.float32, 37, 2)
+    assert len(products) == 6
+    activations = 37 * 2 * UNITS * BLOCK  # of all experts
+    monkeypatch.setattr(grouped_mm, "_CPU_ONE_BY_ONE", activations)
+    for found, expected in zip(
+        run("grouped_mm", cut, torch.float32, 37, 2), run("loop", cut, torch.float32, 37, 2), strict=True
+    ):
+        assert torch.equal(found, expected)
+    assert len(products) == 6
