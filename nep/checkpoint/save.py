@@ -66,7 +66,7 @@ class Save:
     """One slot's part of a save.
 
     Args:
-        snapshot: the slot's; its tensors are dropped as soon as nobody can need them.
+        snapshot: the slot's.
         board: this thread's connection to the control store.
         gone: which slots have ended, or were left behind.
         cancelled: why the save is not wanted any more, or None.
@@ -110,7 +110,6 @@ class Save:
             self._check_end()
             chunk = self._write_part(part, mirrored=False)
             report(self.board, self.keys, self.keys.owned(part), chunk)
-        self.snapshot.owned = None
         log.info("checkpoint of step %d: wrote and reported in %.3f s", self.snapshot.step, time.monotonic() - started)
         return self._wait_for_all()
 

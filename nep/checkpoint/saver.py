@@ -64,6 +64,7 @@ class Saver:
         with self._changed:
             assert not self._busy, "one at a time"
             self._busy, self._cancelled, self._waiting = True, None, snapshot
+            self._lost = set()  # whoever is in its plan is here, even if it was lost once
             self._changed.notify_all()
 
     def refuse(self, step: int, layout: int) -> None:
@@ -79,7 +80,7 @@ class Saver:
 
     def lose(self, slots: Collection[int]) -> None:
         """These slots are gone: others went on without them."""
-        self._lost |= set(slots)
+        self._lost = self._lost | set(slots)
 
     def wait(self, timeout_s: float | None = None, stop: Callable[[], bool] = lambda: False) -> bool:
         """Wait until no save is in progress, and say whether that is so.

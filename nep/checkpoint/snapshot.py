@@ -70,8 +70,7 @@ class Snapshot:
         contents: for the manifest.
         small: makes small tensors by name, the same on every slot; called by the thread of one of them.
         plan: in force at the step.
-        kinds: of state tensors.
-        owned, mirrored: kind -> tensors; None once they are not needed any more.
+        owned, mirrored: tensors by kind.
     """
 
     contents: Contents
@@ -79,22 +78,32 @@ class Snapshot:
     plan: Plan
     slot: int
     lines: Lines
-    kinds: tuple[str, ...]
-    owned: list[Tensors] | None
-    mirrored: list[Tensors] | None
+    owned: Mapping[str, Tensors]
+    mirrored: Mapping[str, Tensors]
 
     @classmethod
-    def take(cls, state: SlotState, lines: Lines, contents: Contents, small: Callable[[], Tensors]) -> Snapshot:
-        """Copy. The state must be settled at `contents.step`; parameters may still be on their way."""
+    def take(
+        cls,
+        state: SlotState,
+        lines: Lines,
+        contents: Contents,
+        small: Callable[[], Tensors],
+        into: Snapshot | None = None,
+    ) -> Snapshot:
+        """Copy. The owned and mirrored state must be of `contents.step`; parameters may still be on their way.
+
+        Args:
+            into: an earlier snapshot that nobody needs any more, whose memory is used again where it fits: new memory
+                takes several times as long to fill, since the kernel hands it out page by page.
+        """
         return cls(
             contents=contents,
             small=small,
             plan=state.plan,
             slot=state.slot,
             lines=lines,
-            kinds=tuple(state.owned.kinds),
-            owned=_copies(state.owned),
-            mirrored=_copies(state.mirrored),
+            owned=_copies(state.owned, {} if into is None else into.owned),
+            mirrored=_copies(state.mirrored, {} if into is None else into.mirrored),
         )
 
     @property
@@ -104,22 +113,19 @@ class Snapshot:
     @property
     def dtype(self) -> torch.dtype:
         """Of master weights and moments."""
-        kept = self.owned or self.mirrored
-        assert kept is not None
-        return next(iter(kept[0].values())).dtype
+        return next(iter(self.owned["master"].values())).dtype
 
     def unit_bytes(self) -> dict[str, int]:
         """Axis -> bytes of one unit over all kinds."""
-        per_element = self.dtype.itemsize * len(self.kinds)
+        per_element = self.dtype.itemsize * len(self.owned)
         return {axis: numel * per_element for axis, numel in axis_unit_numel(self.lines).items()}
 
     def entries(self, cut: Cut, *, mirrored: bool) -> list[Entry]:
         """The tensors of a file, from the owned or the mirrored state, which must have all of the cut."""
         layout, tensors = (self.plan.mirrors, self.mirrored) if mirrored else (self.plan.owners, self.owned)
-        assert tensors is not None, "it was dropped"
         found = []
-        for index, kind in enumerate(self.kinds):
-            holding = Holding(layout, self.slot, tensors[index])
+        for kind in tensors:
+            holding = Holding(layout, self.slot, tensors[kind])
             for name, rows in _rows_of(cut, self.lines):
                 found.append(self._entry(kind, name, rows, holding))
         return found
@@ -174,5 +180,14 @@ def _rows_of(cut: Cut, lines: Lines) -> Iterator[tuple[str, Rows]]:
                     yield name, rows
 
 
-def _copies(shard: OptimizerShard) -> list[Tensors]:
-    return [{name: tensor.clone() for name, tensor in tensors.items()} for tensors in shard.kinds.values()]
+def _copies(shard: OptimizerShard, into: Mapping[str, Tensors]) -> dict[str, Tensors]:
+    return {
+        kind: {name: _copy(tensor, into.get(kind, {}).get(name)) for name, tensor in tensors.items()}
+        for kind, tensors in shard.kinds.items()
+    }
+
+
+def _copy(tensor: torch.Tensor, into: torch.Tensor | None) -> torch.Tensor:
+    if into is None or into.shape != tensor.shape or into.dtype != tensor.dtype:
+        return tensor.clone()
+    return into.copy_(tensor)

@@ -57,6 +57,7 @@ class Checkpoints:
         self._validation_losses = validation_losses
         self._saving: tuple[int, int] | None = None  # step and layout of the save begun last
         self._saver: Saver | None = None
+        self._snapshot: Snapshot | None = None  # its memory is used again
         if config.checkpoint_dir is not None:
             board = run.store.clone()
             injector = Injector(config.failures, run.slot, board, announce)
@@ -97,7 +98,8 @@ class Checkpoints:
         self._saving = contents.step, plan.number
         if self._saver.is_idle:
             small = small_tensors(run.history, run.routing)
-            self._saver.save(Snapshot.take(run.state, run.recipe.lines, contents, small))
+            self._snapshot = Snapshot.take(run.state, run.recipe.lines, contents, small, self._snapshot)
+            self._saver.save(self._snapshot)
         else:
             self._saver.refuse(contents.step, plan.number)
 

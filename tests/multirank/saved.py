@@ -19,7 +19,7 @@ from nep.testing.threads import run_slots
 from nep.train.resume import Resumption, settings_of, small_tensors, subject_of
 
 
-def snapshot_of(training: Training, run: SlotRun) -> Snapshot:
+def snapshot_of(training: Training, run: SlotRun, into: Snapshot | None = None) -> Snapshot:
     """What a trainer hands to its saver after the last committed step."""
     plan = run.state.plan
     contents = Contents(
@@ -32,7 +32,7 @@ def snapshot_of(training: Training, run: SlotRun) -> Snapshot:
         slots=plan.slots,
         loss=run.history.steps[-1].loss,
     )
-    return Snapshot.take(run.state, training.lines, contents, small_tensors(run.history, run.routing))
+    return Snapshot.take(run.state, training.lines, contents, small_tensors(run.history, run.routing), into)
 
 
 def savers(
