@@ -80,10 +80,20 @@ def none_left(root: Path, problems: Collection[str]) -> BadCheckpoint:
     )
 
 
-def prune(root: Path, *, keep: int) -> list[Path]:
+def store_name(tag: str) -> str:
+    """Name of the folder that stands in for a job's control store, see `nep.checkpoint.folder_board`."""
+    return f".store-{tag}"
+
+
+def prune(root: Path, *, keep: int, tag: str = "") -> list[Path]:
     """Remove whole checkpoints beyond the newest `keep`, and what was never finished up to the newest step.
 
     Nothing else may be writing a checkpoint of these steps.
+
+    Args:
+        root: folder of the checkpoints.
+        keep: how many to leave.
+        tag: of this job; what others left in place of a control store is removed too.
 
     Returns:
         What was removed.
@@ -93,7 +103,9 @@ def prune(root: Path, *, keep: int) -> list[Path]:
     if not whole:
         return []
     kept = whole[:keep]
-    removed = []
+    removed = [path for path in root.glob(store_name("*")) if path.name != store_name(tag)]
+    for path in removed:
+        shutil.rmtree(path, ignore_errors=True)
     for one in found:
         if one in kept or (one.step > whole[0].step and not one.is_whole):
             continue

@@ -283,7 +283,7 @@ class Save:
             raise Abandoned(reason_of(ended))
         self.board.set(self.keys.step_is_saved, "1")
         # Nobody else writes now: whoever begins the next save has learnt that this one is complete.
-        for path in prune(self.config.root, keep=self.config.keep):
+        for path in prune(self.config.root, keep=self.config.keep, tag=self.config.tag):
             log.info("removed %s", path)
         return manifest
 

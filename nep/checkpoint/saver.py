@@ -13,7 +13,11 @@ import time
 from collections import deque
 from collections.abc import Callable, Collection
 
+from torch.distributed import DistError
+
 from nep.checkpoint.board import COMPLETE, Board, SaveKeys, end_save
+from nep.checkpoint.folder_board import FolderBoard
+from nep.checkpoint.folders import store_name
 from nep.checkpoint.save import HAS_ONE, Abandoned, Save, SaverConfig
 from nep.checkpoint.snapshot import Snapshot
 
@@ -111,7 +115,9 @@ class Saver:
                     self._changed.wait()
                 snapshot, self._waiting = self._waiting, None
             try:
-                if snapshot is not None:
+                if snapshot is not None and not self._save(snapshot):
+                    # All slots that see the folder begin anew there, and without the others it ends as any save does.
+                    self._board = FolderBoard(self.config.root / store_name(self.config.tag))
                     self._save(snapshot)
             finally:
                 snapshot = None  # its memory
@@ -120,28 +126,41 @@ class Saver:
                     self._busy = self._waiting is not None
                     self._changed.notify_all()
 
-    def _save(self, snapshot: Snapshot) -> None:
+    def _save(self, snapshot: Snapshot) -> bool:
+        """Save; False if the control store was lost and there is another way."""
         started = time.monotonic()
         save = Save(
             snapshot=snapshot,
             config=self.config,
             board=self._board,
-            gone=lambda: self._lost | self._dead(snapshot.plan.slots),
+            gone=lambda: self._gone(snapshot.plan.slots),
             cancelled=self._why_not,
         )
         try:
             manifest = save.run()
+        except Abandoned as end:
+            self._give_up(save, str(end))
+            return True
+        except DistError as error:
+            log.warning("checkpoint of step %d: the control store is gone (%s)", snapshot.step, type(error).__name__)
+            return isinstance(self._board, FolderBoard)
         except Exception as error:
-            if not isinstance(error, Abandoned | OSError):
+            if not isinstance(error, OSError):
                 log.exception("checkpoint of step %d", snapshot.step)
-            self._give_up(save, str(error) if isinstance(error, Abandoned) else f"slot {self._slot}: {error}")
-            return
+            self._give_up(save, f"slot {self._slot}: {error}")
+            return True
         self._failing = False
         self.last_step = snapshot.step
         if manifest is not None:
             seconds = time.monotonic() - started
             size = f"{manifest.size / 1e6:.1f} MB" if manifest.size >= 1e5 else f"{manifest.size} bytes"
             self._messages.append(f"checkpoint of step {snapshot.step}: {save.folder} ({size} in {seconds:.2f} s)")
+        return True
+
+    def _gone(self, slots: Collection[int]) -> set[int]:
+        if isinstance(self._board, FolderBoard):
+            return self._lost  # who else has ended is not known any more
+        return self._lost | self._dead(slots)
 
     def _why_not(self) -> str | None:
         self._refuse_unwanted()

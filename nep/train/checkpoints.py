@@ -6,12 +6,15 @@ import logging
 import secrets
 from collections.abc import Callable, Collection
 
+from torch.distributed import DistError
+
 from nep.checkpoint.folders import newest_in
 from nep.checkpoint.manifest import BadCheckpoint, Contents
 from nep.checkpoint.save import SaverConfig
 from nep.checkpoint.saver import Saver
 from nep.checkpoint.snapshot import Snapshot
 from nep.checkpoint.subject import Subject
+from nep.fault_tolerance.control_store import end_key
 from nep.fault_tolerance.injection import Injector
 from nep.fault_tolerance.membership import dead_members
 from nep.fault_tolerance.runtime import SlotRun
@@ -23,7 +26,6 @@ log = logging.getLogger(__name__)
 _TAG_KEY = "checkpoint/tag"
 
 # Exit codes of a job that does not reach its last step.
-BAD_INPUT = 2
 NO_CHECKPOINT = 3
 STOPPED = 4
 
@@ -128,7 +130,20 @@ class Checkpoints:
         if self._saver is not None:
             self._saver.lose(slots)
 
-    def newest_step(self) -> int | None:
+    def end(self, why: str) -> tuple[str, int]:
+        """The job ends before its last step: what there is to say, and its exit code."""
+        step = self._newest_step()
+        if step is None:
+            line, code = f"{why}; there is no checkpoint", NO_CHECKPOINT
+        else:
+            folder = self._config.checkpoint_dir
+            line, code = f"{why}; the same command goes on from step {step}, in {folder}", STOPPED
+        try:
+            return line, int(self._run.store.compare_and_set(end_key(), "", str(code)))
+        except DistError:
+            return line, code
+
+    def _newest_step(self) -> int | None:
         """The step that the same command would go on from, once what is being written is done."""
         if self._saver is None:
             return None

@@ -35,12 +35,12 @@ from nep.report.layouts import layout_picture
 from nep.report.readers.plan_file import read_plan
 from nep.report.summary import summary
 from nep.report.terminal import ProgressLine, print_text, terminal_width
-from nep.train.checkpoints import BAD_INPUT, STOPPED
+from nep.train.checkpoints import STOPPED
 from nep.train.config import TrainConfig
 from nep.train.data import TextSamples, load_text
 from nep.train.log import log_to_file
 from nep.train.outcome import outcome, write_json, write_loads
-from nep.train.resume import CannotResume, check_resume, subject_of
+from nep.train.resume import BAD_INPUT, CannotResume, check_resume, subject_of
 from nep.train.trainer import Hooks, Trainer
 
 BuildModel = Callable[[ModelShape, torch.dtype, str], nn.Module]

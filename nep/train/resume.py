@@ -17,8 +17,9 @@ from nep.checkpoint.folders import newest_in, none_left, whole_in
 from nep.checkpoint.load import Reader, load_state, verify
 from nep.checkpoint.manifest import BadCheckpoint, Manifest
 from nep.checkpoint.subject import Subject
-from nep.fault_tolerance.control_store import ControlStore
+from nep.fault_tolerance.control_store import ControlStore, end_key
 from nep.fault_tolerance.history import Committed, History
+from nep.fault_tolerance.job import Job
 from nep.fault_tolerance.membership import dead_members
 from nep.fault_tolerance.runtime import SlotRun
 from nep.moe.routing_state import RoutingState
@@ -33,6 +34,7 @@ log = logging.getLogger(__name__)
 
 _PAUSE_S = 0.01
 _NOTHING = "-"
+BAD_INPUT = 2  # exit code
 _HISTORY = {
     "step": torch.int64,
     "loss": torch.float64,
@@ -95,6 +97,28 @@ def check_resume(config: TrainConfig, subject: Subject) -> Manifest | None:
     found, manifest = newest
     _require_same(config, subject, manifest, found.path)
     return manifest
+
+
+def find_start(
+    store: ControlStore, job: Job, config: TrainConfig, data: SampleSource, model: nn.Module
+) -> tuple[Subject, Resumption | None]:
+    """What the job's checkpoints are of, and the one to begin with, if any. All slots call it.
+
+    Raises:
+        CannotResume: there are some, and none will do; the job is over.
+    """
+
+    def say(line: str) -> None:
+        log.warning("%s", line)
+        if job.slot == 0:
+            print(line, flush=True)
+
+    subject = subject_of(config, data, model, model.parameter_lines())  # type: ignore[operator]
+    try:
+        return subject, agree_on_checkpoint(store, job.slot, job.num_slots, config, subject, say)
+    except ValueError as error:
+        store.compare_and_set(end_key(), "", str(BAD_INPUT))
+        raise CannotResume(str(error)) from error
 
 
 def agree_on_checkpoint(

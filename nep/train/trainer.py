@@ -11,6 +11,7 @@ from dataclasses import dataclass
 
 import torch
 from torch import nn
+from torch.distributed import DistError
 
 from nep.checkpoint.subject import Subject
 from nep.distributed.collectives import all_gather_bytes, sum_exact
@@ -39,12 +40,12 @@ from nep.planning.cluster import Cluster
 from nep.planning.plan import Plan
 from nep.planning.planner import plan_mirrors
 from nep.planning.validation import check_runnable
-from nep.train.checkpoints import BAD_INPUT, NO_CHECKPOINT, STOPPED, Checkpoints
+from nep.train.checkpoints import STOPPED, Checkpoints
 from nep.train.config import TrainConfig
 from nep.train.data import SampleSource
 from nep.train.initialization import initial_units
 from nep.train.log import follow_generation
-from nep.train.resume import CannotResume, Resumption, agree_on_checkpoint, subject_of
+from nep.train.resume import Resumption, find_start
 from nep.train.signals import StopSignals
 from nep.train.step import forward_backward, prepare_model, validation_sums
 
@@ -147,18 +148,24 @@ class Trainer:
         """
         torch.set_num_threads(1 if job.slots_per_node > 1 else torch.get_num_threads())
         store = job.connect()
-        start = self._start(job, store)
+        self._subject, start = find_start(store, job, self.config, self.data, self._make_model())
         plan, members = self._found(job, store, 0 if start is None else start.step)
         self._prepare(job, store, plan, start)
         wait_for_everybody(store, job.slot, job.num_slots, self.run_state.recipe.timeouts.start_s, self._remind)
         try:
             with self._signals.caught() if self.config.checkpoint_dir is not None else contextlib.nullcontext():
                 self._live(plan, members)
-            if self.was_stopped:
-                return self._end_at_checkpoint(f"stopped after step {self.step}", speak=self.reports)
-            return 0
+            if not self.was_stopped:
+                return 0
+            line, code = self._checkpoints.end(f"stopped after step {self.step}")
+            self._pass_messages()
+            self._remind(line)
+            return code
         except CheckpointNeeded as lost:
-            return self._end_at_checkpoint(str(lost), speak=True)
+            line, code = self._checkpoints.end(str(lost))
+            self._pass_messages()
+            self._announce(line)
+            return code
         except JobEnded as over:
             log.info("%s", over)
             return over.exit_code
@@ -187,22 +194,6 @@ class Trainer:
                 return
             except Fault as broken:
                 fault = broken.without_frames()
-
-    def _start(self, job: Job, store: ControlStore) -> Resumption | None:
-        """The checkpoint to go on from, or None: all slots agree."""
-
-        def say(line: str) -> None:
-            log.warning("%s", line)
-            if job.slot == 0:
-                print(line, flush=True)
-
-        model = self._make_model()
-        self._subject = subject_of(self.config, self.data, model, model.parameter_lines())  # type: ignore[operator]
-        try:
-            return agree_on_checkpoint(store, job.slot, job.num_slots, self.config, self._subject, say)
-        except ValueError as error:
-            store.compare_and_set(end_key(), "", str(BAD_INPUT))
-            raise CannotResume(str(error)) from error
 
     def _found(self, job: Job, store: ControlStore, step: int) -> tuple[Plan, tuple[int, ...]]:
         """Generation 1: the plan that one slot wrote and all read, with `step` as the last committed one."""
@@ -429,21 +420,14 @@ class Trainer:
         """END of the protocol: nobody leaves before the store says that all members have finished."""
         run = self.run_state
         number, store = run.current.number, run.store
-        store.set(finished_key(number, self.slot), "1")
         everybody = [finished_key(number, slot) for slot in self.members]
-        run.current.waiter.wait(_StoreKeys(store, everybody), "the end of the others")
-        store.compare_and_set(end_key(), "", str(STOPPED if self.was_stopped else 0))
-
-    def _end_at_checkpoint(self, why: str, *, speak: bool) -> int:
-        """Nothing but a checkpoint helps from here: the exit code, by whether there is one."""
-        step = self._checkpoints.newest_step()
-        self._pass_messages()
-        if speak and step is None:
-            self._announce(f"{why}; there is no checkpoint")
-        elif speak:
-            self._announce(f"{why}; the same command goes on from step {step}, in {self.config.checkpoint_dir}")
-        code = STOPPED if step is not None else NO_CHECKPOINT
-        return int(self.run_state.store.compare_and_set(end_key(), "", str(code)))
+        try:
+            store.set(finished_key(number, self.slot), "1")
+            run.current.waiter.wait(_StoreKeys(store, everybody), "the end of the others")
+            store.compare_and_set(end_key(), "", str(STOPPED if self.was_stopped else 0))
+        except DistError as error:
+            # The launcher that hosts it has died. Nobody can ask for anything any more, and all is done here.
+            log.warning("the control store is gone (%s); leaving", type(error).__name__)
 
 
 def _listen_on(store_address: str) -> str | None:

@@ -1,10 +1,11 @@
-"""scripts/train.py, except that slot 0 has the launcher told to stop (SIGTERM) when a step is committed."""
+"""scripts/train.py, except that slot 0 sends the launcher a signal (NEP_TEST_SIGNAL) when a step is committed."""
 
 from __future__ import annotations
 
 import os
 import signal
 import sys
+import time
 from pathlib import Path
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
@@ -22,7 +23,8 @@ def _stop_after(view: main._View, trainer: Trainer, committed: Committed) -> Non
     _commit(view, trainer, committed)
     if trainer.slot == 0 and committed.step == STEP:
         supervisor = Path("/proc", str(os.getppid()), "stat").read_text()
-        os.kill(int(supervisor.rpartition(")")[2].split()[1]), signal.SIGTERM)
+        os.kill(int(supervisor.rpartition(")")[2].split()[1]), signal.Signals[os.environ["NEP_TEST_SIGNAL"]])
+        time.sleep(1.0)  # the others wait; the signal has come round by then
 
 
 if __name__ == "__main__":

@@ -10,6 +10,7 @@ from pathlib import Path
 
 import pytest
 import torch
+from torch.distributed import DistNetworkError
 
 from nep.checkpoint.board import COMPLETE, SaveKeys, report
 from nep.checkpoint.files import Entry, write_tensors
@@ -236,6 +237,21 @@ def test_a_step_that_has_a_checkpoint_is_not_saved_again(tmp_path: Path) -> None
     board.set(SaveKeys(1, PLAN.number + 1).end, COMPLETE)
     assert writers[0].wait(20)
     assert writers[0].messages() == []
+
+
+def test_the_store_is_lost_and_the_folder_takes_its_place(tmp_path: Path) -> None:
+    """For one slot while it reports, for another before it begins."""
+
+    def broken(key: str) -> None:
+        raise DistNetworkError("connection reset")
+
+    board = MemoryBoard(broken)
+    writers = savers(tmp_path, PLAN.slots, board)
+    for slot, snapshot in snapshots().items():
+        writers[slot].save(snapshot)
+    assert all(saver.wait(20) for saver in writers.values())
+    assert_whole(tmp_path)
+    assert len([line for saver in writers.values() for line in saver.messages()]) == 1
 
 
 @pytest.mark.parametrize("keep", [1, 3])

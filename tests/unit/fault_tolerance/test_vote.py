@@ -113,7 +113,7 @@ def test_fields_lie_where_a_kernel_expects_them() -> None:
 
 @pytest.mark.parametrize(
     ("offset", "value", "message"),
-    [(0, 2, "version 2"), (2, 9, "unknown kind 9"), (3, 2, "unknown flags 0x02"), (120, 1, "reserved")],
+    [(0, 2, "version 2"), (2, 9, "unknown kind 9"), (3, 4, "unknown flags 0x04"), (120, 1, "reserved")],
 )
 def test_an_intact_record_that_is_not_ours_is_refused(offset: int, value: int, message: str) -> None:
     body = bytearray(a_vote((0,))[0].pack()[:124])
