@@ -80,6 +80,15 @@ def none_left(root: Path, problems: Collection[str]) -> BadCheckpoint:
     )
 
 
+def set_aside(folder: Path) -> None:
+    """Let a checkpoint that cannot be loaded no longer count as one; it goes when the job has come further.
+
+    A job that goes on from an earlier one would otherwise keep it as its newest.
+    """
+    with contextlib.suppress(OSError):
+        (folder / MANIFEST).rename(folder / f"{MANIFEST}.bad")
+
+
 def store_name(tag: str) -> str:
     """Name of the folder that stands in for a job's control store, see `nep.checkpoint.folder_board`."""
     return f".store-{tag}"

@@ -13,7 +13,7 @@ from pathlib import Path
 import torch
 from torch import nn
 
-from nep.checkpoint.folders import newest_in, none_left, whole_in
+from nep.checkpoint.folders import newest_in, none_left, set_aside, whole_in
 from nep.checkpoint.load import Reader, load_state, verify
 from nep.checkpoint.manifest import BadCheckpoint, Manifest
 from nep.checkpoint.subject import Subject
@@ -155,9 +155,12 @@ def agree_on_checkpoint(
         if problem is None:
             assert manifest is not None
             _require_same(config, subject, manifest, root / name)
+            if slot == 0:
+                for other in bad:
+                    set_aside(root / other)  # all have looked at it
             return Resumption(root / name, manifest)
         bad[name] = problem
-        say(f"checkpoint {name} cannot be loaded: {problem}; looking for the one before")
+        say(f"checkpoint {name} cannot be loaded: {problem}; going on from the one before, if there is one")
     raise AssertionError("unreachable")
 
 

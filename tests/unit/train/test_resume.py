@@ -108,6 +108,7 @@ def test_a_damaged_one_is_named_and_the_one_before_is_taken(saved: Path, damage:
     found, said = resume(saved, slots)
     assert all(isinstance(one, Resumption) and one.step == 1 for one in found)
     assert len(said) == 1 and newest.name in said[0] and name in said[0] and message in said[0]
+    assert [one.step for one in whole_in(saved)] == [1], "or the next ones would be removed before it"
 
 
 def test_none_left(saved: Path) -> None:
