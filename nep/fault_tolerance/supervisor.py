@@ -19,6 +19,7 @@ from __future__ import annotations
 
 import contextlib
 import faulthandler
+import json
 import os
 import signal
 import sys
@@ -48,6 +49,7 @@ from nep.fault_tolerance.job import (
     publish_job,
     slot_log_path,
 )
+from nep.fault_tolerance.unsupervised import whereabouts
 
 Trainer = Callable[[Job], int]
 T = TypeVar("T")
@@ -242,7 +244,7 @@ class _Supervisor:
             self._lose_store(error)
             return
         self._store = store
-        me = f"pid {os.getpid()} at {time.time()} on {os.uname().nodename}"
+        me = json.dumps(whereabouts())
         found = self._ask(lambda s: s.compare_and_set(supervisor_key(spec.slot), "", me), me)
         if found != me:
             # An elastic launcher starts its workers anew without counting it as an attempt.

@@ -1,4 +1,6 @@
-"""scripts/train.py, except that slot 0 sends the launcher a signal (NEP_TEST_SIGNAL) when a step is committed."""
+"""scripts/train.py, except that slot 0 sends a signal when a step is committed: NEP_TEST_SIGNAL=NAME@launcher, or
+NAME@supervisor (its own).
+"""
 
 from __future__ import annotations
 
@@ -22,8 +24,11 @@ _commit = main._View._commit
 def _stop_after(view: main._View, trainer: Trainer, committed: Committed) -> None:
     _commit(view, trainer, committed)
     if trainer.slot == 0 and committed.step == STEP:
-        supervisor = Path("/proc", str(os.getppid()), "stat").read_text()
-        os.kill(int(supervisor.rpartition(")")[2].split()[1]), signal.Signals[os.environ["NEP_TEST_SIGNAL"]])
+        name, _, target = os.environ["NEP_TEST_SIGNAL"].partition("@")
+        pid = os.getppid()
+        if target == "launcher":
+            pid = int(Path("/proc", str(pid), "stat").read_text().rpartition(")")[2].split()[1])
+        os.kill(pid, signal.Signals[name])
         time.sleep(1.0)  # the others wait; the signal has come round by then
 
 

@@ -13,17 +13,20 @@ from tests.endtoend.conftest import SmallJob
 STOPPED_JOB = Path(__file__).with_name("stopped_job.py")
 
 
-@pytest.mark.parametrize("name", ["SIGTERM", "SIGKILL"])
-def test_a_signal_to_torchrun_ends_the_job_and_the_same_command_goes_on(
-    small_job: SmallJob, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, name: str
+@pytest.mark.parametrize(
+    ("name", "code"), [("SIGTERM@launcher", 1), ("SIGKILL@launcher", -9), ("SIGKILL@supervisor", 1)]
+)
+def test_what_ends_a_job_under_torchrun_costs_no_step(
+    small_job: SmallJob, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, name: str, code: int
 ) -> None:
-    """From four slots to one. With the agent dies the control store, and the last checkpoint is written without."""
+    """From four slots to one. With the agent dies the control store, and with a supervisor its trainer; in both cases
+    the others write the last checkpoint without."""
     monkeypatch.setenv("NEP_TEST_SIGNAL", name)
     options = ["--checkpoint-dir", str(tmp_path / "saved")]
     stopped = small_job.run(
         4, "--replicas", "2", *options, folder=tmp_path / "1", launcher="torchrun", check=False, script=STOPPED_JOB
     )
-    assert stopped.returncode == (1 if name == "SIGTERM" else -9) and stopped.result is None, stopped.output
+    assert stopped.returncode == code and stopped.result is None, stopped.output
     (checkpoint,) = whole_in(tmp_path / "saved")
     assert 3 <= checkpoint.step < 6 and f"checkpoint of step {checkpoint.step}:" in stopped.output
     assert f"stopped after step {checkpoint.step}" in stopped.output

@@ -93,7 +93,7 @@ def test_any_layout_loads_into_any_other(checkpoints: dict, before: str, after: 
     check_agreement(plan, runs, training().lines)
 
 
-@pytest.mark.parametrize(("before", "after"), zip([*SAVED, *SAVED], LAYOUTS, strict=False))
+@pytest.mark.parametrize(("before", "after"), list(zip([*SAVED, *SAVED], LAYOUTS, strict=False)))
 def test_the_next_five_steps_are_those_of_one_process(checkpoints: dict, before: str, after: str) -> None:
     checkpoint, _ = checkpoints[before]
     assert_equals(go_on(training(), load(training(), checkpoint, plan_of(after)), STEPS), reference())
