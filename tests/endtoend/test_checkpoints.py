@@ -58,6 +58,20 @@ def test_a_slot_that_dies_while_it_saves_costs_neither_a_step_nor_the_checkpoint
     assert any(name.startswith("slot-00001") and "-from-" in name for name in files), files
 
 
+def test_a_job_that_is_killed_while_it_saves_goes_on_from_the_checkpoint_before(
+    small_job: SmallJob, tmp_path: Path
+) -> None:
+    saved = tmp_path / "saved"
+    options = ["--checkpoint-dir", str(saved), "--checkpoint-every", "2"]
+    failures = ["--fail", "0@4:kill@checkpoint", "--fail", "1@4:kill@checkpoint"]
+    killed = small_job.run(2, *options, *failures, folder=tmp_path / "1", check=False)
+    assert killed.returncode == 1, killed.output
+    assert [(one.step, one.is_whole) for one in found_in(saved)] == [(4, False), (2, True)]
+    again = small_job.run(1, *options, folder=tmp_path / "2", launcher="alone")
+    assert again.result is not None and again.result["resumed_step"] == 2
+    assert [(one.step, one.is_whole) for one in found_in(saved)] == [(6, True), (4, True)]
+
+
 def test_a_job_that_is_done_is_done(small_job: SmallJob, tmp_path: Path) -> None:
     """Nothing is left to train, and the files are written again."""
     options = ["--checkpoint-dir", str(tmp_path / "saved")]
