@@ -33,7 +33,7 @@ from nep.testing.planner_bench.measures import Measured, measure
 from nep.testing.planner_bench.planners import Planner, eplb_planners, our_planners
 
 BAD_INPUT = 2
-_WIDTH = 200
+_WIDTH = 220
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -140,6 +140,7 @@ def _text(case: Case, hardware: str, results: dict[str, Measured | str]) -> str:
     for title in (
         "planner",
         "planned, step",
+        "planned + quotas, step",
         "next, step",
         "next + quotas, step",
         "CPU ms",
@@ -161,6 +162,7 @@ def _text(case: Case, hardware: str, results: dict[str, Measured | str]) -> str:
         table.add_row(
             name,
             f"{one.planned:.4f} {one.planned_step_s:.3f}",
+            f"{one.planned_quotas:.4f} {one.planned_quotas_step_s:.3f}",
             f"{one.next:.4f} {one.next_step_s:.3f}",
             f"{one.next_quotas:.4f} {one.next_quotas_step_s:.3f}",
             f"{one.cpu_ms:.1f}",

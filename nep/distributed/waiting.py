@@ -150,6 +150,7 @@ class WaitingThread:
     def _loop(self) -> None:
         while (call := self._calls.get()) is not None:
             call.run()
+            del call  # its memory would live on until the next one comes
 
     def submit(self, calls: Sequence[Callable[[], Any]], memory: Sequence[Any] = ()) -> PendingCall:
         pending = PendingCall(calls, memory)

@@ -33,6 +33,7 @@ def change_layout(run: SlotRun, plan: Plan, reason: str) -> None:
     settle(run)
     log.warning("layout %d: %s", plan.number, reason)
     groups = _groups(run, plan)
+    run.sync.release_grads()
     try:
         moved = migrate(
             run.state,

@@ -139,6 +139,7 @@ def adopt(run: SlotRun) -> None:
     assert run.next_state is not None
     run.progress = transaction.after_adopt(run.progress)
     run.state, run.next_state = run.next_state, None
+    del run.sync  # with the old state, before there are new gradients
     run.sync = GradSync.build(run.state, run.recipe.lines, run.recipe.dtype)
 
 

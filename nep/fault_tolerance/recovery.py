@@ -161,6 +161,7 @@ def _rebuild(run: SlotRun, decision: Decision, recovery: Recovery) -> None:
     run.cluster = run.cluster.fail([slot for slot in run.cluster.live if slot not in live])
     run.generation = enter_generation(run, decision.generation, live, plan)
     recovery.rebuilt_at = time.time()
+    run.sync.release_grads()
     if decision.returners and run.routing is not None:
         groups = run.generation.groups
         share_routing(run.routing, groups.vote, run.generation.waiter, decision.returners)

@@ -71,6 +71,12 @@ class GradSync:
     def zero_grads(self) -> None:
         torch._foreach_zero_(list(self.grads.values()))
 
+    def release_grads(self) -> None:
+        """Give back the gradients' memory before another layout is received: between steps nothing is in it, and after
+        a change, or a fault in it, other transfers are compiled."""
+        for tensor in self.grads.values():
+            tensor.untyped_storage().resize_(0)
+
     def norm2_owned(self) -> float:
         """Squared norm of the finished sums of the owned intervals, added in the order of the lines."""
         sums = self.state.owned.grad_sum.values()
@@ -112,8 +118,9 @@ def _bucket(
 class Reduction:
     """The gradient sums of one step, bucket by bucket in backward order.
 
-    When bucket k is launched, bucket k - 1 is waited for, added up and sent on to the mirrors, and the mirrors'
-    part of bucket k - 2 is waited for: a fixed sequence of launches and waits, the same on all slots.
+    When bucket k is launched, the mirrors' part of bucket k - 2 has been waited for; then bucket k - 1 is waited for,
+    added up and sent on to the mirrors: a fixed sequence of launches and waits, the same on all slots, with the
+    messages of two buckets in memory and no more.
 
     Args:
         sync: of the current plan.
@@ -161,6 +168,7 @@ class Reduction:
 
     def _launch(self, bucket: Bucket) -> None:
         self._collect(bucket.names)
+        self._finish_mirror()
         flight = launch(bucket.to_owner, self._communicator, lambda: self._probe("sync"))
         self._add_up()
         self._summing = (bucket, flight)
@@ -174,9 +182,9 @@ class Reduction:
         flight.wait(self._waiter, f"gradient sums of layer {bucket.layer}")
         torch._foreach_zero_([self._sync.state.owned.grad_sum[name] for name in bucket.names])
         flight.write("add")
-        mirroring = launch(bucket.to_mirror, self._communicator, lambda: self._probe("mirror"))
+        del flight  # and its messages, before there are new ones
         self._finish_mirror()
-        self._mirroring = mirroring
+        self._mirroring = launch(bucket.to_mirror, self._communicator, lambda: self._probe("mirror"))
 
     def _finish_mirror(self) -> None:
         if self._mirroring is not None:
@@ -221,6 +229,7 @@ class Return:
             for intervals in bucket.returned_by.values():
                 self._versions.update(dict.fromkeys(intervals, None))
             flight.write("copy", self._mark(bucket))
+            del flight  # and its messages, before there are new ones
             self._refill()
 
     def finish(self) -> None:

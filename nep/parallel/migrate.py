@@ -77,6 +77,7 @@ def migrate(
         local = [old.held()] if what == "parameters" and slot in whole else sources
         _copy_local(local, destination, kept, names)
         flight.finish(waiter, f"{what} of plan {plan.number}", "copy")
+        del flight  # and its messages, before there are new ones
     new.mark_all(version, order)
     return new
 

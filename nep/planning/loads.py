@@ -1,5 +1,6 @@
 """How busy each expert is: what the router did in past steps, as the planner takes it."""
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 import numpy as np
@@ -76,6 +77,11 @@ class ExpertLoads:
     def num_experts(self) -> int:
         """Experts of each layer."""
         return int(self.mean.shape[1])
+
+    def of_layers(self, layers: Sequence[int] | NDArray[np.int64]) -> "ExpertLoads":
+        """Those of some layers."""
+        variance = None if self.variance is None else self.variance[layers]
+        return ExpertLoads(mean=self.mean[layers], variance=variance, num_steps=self.num_steps)
 
     def normalised(self) -> "ExpertLoads":
         """The same loads as shares: the mean of every layer sums to 1.

@@ -15,6 +15,9 @@ from typing import NamedTuple
 from nep.planning.intervals import Intervals, Segment, normalize, segments, subtract
 from nep.planning.layout import Interval, Layout, Lines, axis_unit_numel
 
+_NAMED = 3
+"""Intervals that an error names."""
+
 
 class Piece(NamedTuple):
     """Units ``[lo, hi)`` of an axis that slot ``src`` gives and slot ``dst`` gets.
@@ -157,7 +160,7 @@ def fetch(
     """
     sent: dict[int, int] = defaultdict(int)
     pieces: list[Piece] = []
-    missing: list[str] = []
+    missing: list[tuple[str, int, Intervals]] = []
     for axis in axis_order:
         weight = 1 if unit_numel is None else unit_numel[axis]
         # One entry per interval of storage, since no piece may cross from one into the next.
@@ -169,11 +172,20 @@ def fetch(
         for source in sources:
             if todo:
                 todo = _fetch_from(source.by_slot(axis), axis, todo, found, sent, weight)
-        missing += [f"{axis} {list(wanted)} for slot {slot}" for slot, wanted in todo]
+        missing += [(axis, slot, wanted) for slot, wanted in todo]
         pieces += sorted(found, key=lambda piece: piece[1:])
     if missing:
-        raise RuntimeError(f"no source has {'; '.join(missing)}; restore from a checkpoint")
+        raise RuntimeError(f"no source has {_shown(missing)}; restore from a checkpoint")
     return Transfer(tuple(pieces))
+
+
+def _shown(missing: Sequence[tuple[str, int, Intervals]]) -> str:
+    """The first of what is missing, and how much more there is."""
+    entries = [(axis, slot, interval) for axis, slot, intervals in missing for interval in intervals]
+    first = "; ".join(f"{axis} [{lo}, {hi}) for slot {slot}" for axis, slot, (lo, hi) in entries[:_NAMED])
+    units = sum(hi - lo for _, _, (lo, hi) in entries)
+    more = len(entries) - _NAMED
+    return first if more <= 0 else f"{first} and {more} more intervals ({units} units in all)"
 
 
 def _fetch_from(
@@ -187,7 +199,7 @@ def _fetch_from(
     """Takes what one layout can give: appends to ``found``, counts in ``sent``, returns what is left."""
     have = segments(cut, normalize(interval for _, wanted in todo for interval in wanted))
     begins = [lo for lo, _, _ in have]
-    boundaries = {slot: sorted(lo for lo, _ in intervals) for slot, intervals in cut.items()}
+    boundaries: dict[int, list[int]] = {}
     rest: list[tuple[int, Intervals]] = []
     for dst, wanted in todo:
         left: list[Interval] = []
@@ -202,6 +214,8 @@ def _fetch_from(
                     continue
                 if src != dst:
                     sent[src] += (high - low) * weight
+                if src not in boundaries:
+                    boundaries[src] = sorted(start for start, _ in cut[src])
                 _append(found, first, Piece(axis, low, high, src, dst), boundaries[src])
         if left:
             rest.append((dst, normalize(left)))

@@ -8,6 +8,7 @@ from nep.planning.search.request import Planned, PlanRequest
 from nep.report.command_line import parse_options
 from nep.report.plan_export import export_plan
 from nep.report.plan_options import PlanOptions, Question, question_of
+from nep.report.plan_status import PlanStatus
 from nep.report.readers.files import write_text
 from nep.report.terminal import print_text, terminal_width
 
@@ -52,8 +53,11 @@ def main(arguments: Sequence[str], *, planner: Planner | None = None) -> int:
     if planner is None:
         from nep.planning.search.make import make_plan
 
-        planner = make_plan
-    answer(options, question, planner(question.request))
+        with PlanStatus() as status:
+            planned = make_plan(question.request, tell=status.tell)
+    else:
+        planned = planner(question.request)
+    answer(options, question, planned)
     return 0
 
 
@@ -104,5 +108,9 @@ def _check_files(options: PlanOptions) -> None:
     ]
     if options.export_file is not None and options.export is None:
         errors.append("--export-file needs --export")
+    if options.export == "sglang" and options.export_file is not None and options.export_file.suffix != ".json":
+        errors.append(
+            f"--export-file ({options.export_file}): SGLang reads the file as JSON if it ends so; name it .json"
+        )
     if errors:
         raise ValueError("; ".join(errors))

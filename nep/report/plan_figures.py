@@ -7,13 +7,14 @@ from functools import cached_property
 import numpy as np
 from numpy.typing import NDArray
 
-from nep.planning.cost.step_time import StepTime, transfer_seconds
+from nep.planning.cost.hardware import scale_up_domains
+from nep.planning.cost.step_time import StepTime
 from nep.planning.cost.workload import Workload
 from nep.planning.layout import Intervals, LineKind, Lines, axis_lines, axis_unit_numel
 from nep.planning.plan import Plan
+from nep.planning.search.flows import Flow
 from nep.planning.search.request import Planned, PlanReport, PlanRequest
 from nep.planning.shapes import parameter_lines
-from nep.planning.transfer import Transfer
 
 Units = NDArray[np.int64]
 
@@ -145,54 +146,49 @@ def bytes_per_element(kind: str, workload: Workload) -> int:
 
 def transfer_figures(request: PlanRequest, planned: Planned) -> tuple[TransferFigures, ...]:
     """Every kind of transfer in which something travels between two slots, in the report's order."""
-    lines = parameter_lines(request.shape)
-    numel = axis_unit_numel(lines)
+    domains = scale_up_domains(request.cluster, request.hardware)
     found = []
-    for kind, transfer in planned.report.transfers.items():
-        remote = transfer.remote()
-        if not len(remote):
+    for kind, flow in _flows(request, planned).items():
+        if not flow.pieces:
             continue
         width = bytes_per_element(kind, request.workload)
-        sent, received = _traffic(remote, numel, width)
         found.append(
             TransferFigures(
                 kind=kind,
-                pieces=len(remote),
-                num_bytes=sum(sent.values()),
-                busiest_bytes=max(*sent.values(), *received.values()),
-                seconds=transfer_seconds(
-                    remote,
-                    lines=lines,
-                    bytes_per_element=width,
-                    cluster=request.cluster,
-                    hardware=request.hardware,
-                ),
-                sources=tuple(sorted(sent)),
-                destinations=tuple(sorted(received)),
+                pieces=flow.pieces,
+                num_bytes=flow.total_numel * width,
+                busiest_bytes=max(_most(flow.src, flow.numel), _most(flow.dst, flow.numel)) * width,
+                seconds=flow.seconds(request.hardware, width, domains),
+                sources=tuple(np.unique(flow.src).tolist()),
+                destinations=tuple(np.unique(flow.dst).tolist()),
             )
         )
     return tuple(found)
 
 
-def _traffic(transfer: Transfer, numel: Mapping[str, int], width: int) -> tuple[dict[int, int], dict[int, int]]:
-    """Bytes that each slot sends, and gets."""
-    sent: dict[int, int] = {}
-    received: dict[int, int] = {}
-    for axis, lo, hi, src, dst in transfer:
-        size = (hi - lo) * numel[axis] * width
-        sent[src] = sent.get(src, 0) + size
-        received[dst] = received.get(dst, 0) + size
-    return sent, received
+def _flows(request: PlanRequest, planned: Planned) -> Mapping[str, Flow]:
+    """What travels, by kind."""
+    report = planned.report
+    if report.flows is not None:
+        return report.flows
+    numel = axis_unit_numel(parameter_lines(request.shape))
+    return {kind: Flow.of(transfer, numel) for kind, transfer in report.transfers.items()}
+
+
+def _most(slots: Units, numel: Units) -> int:
+    """Elements of the slot that has most."""
+    sums = np.zeros(int(slots.max()) + 1, dtype=np.int64)
+    np.add.at(sums, slots, numel)
+    return int(sums.max())
 
 
 def bytes_between(request: PlanRequest, planned: Planned) -> dict[tuple[int, int], int]:
     """(from, to) -> bytes of all kinds together; only pairs of different slots between which something travels."""
-    numel = axis_unit_numel(parameter_lines(request.shape))
     pairs: dict[tuple[int, int], int] = {}
-    for kind, transfer in planned.report.transfers.items():
-        width = bytes_per_element(kind, request.workload)
-        for axis, lo, hi, src, dst in transfer.remote():
-            pairs[src, dst] = pairs.get((src, dst), 0) + (hi - lo) * numel[axis] * width
+    for kind, flow in _flows(request, planned).items():
+        sizes = flow.numel * bytes_per_element(kind, request.workload)
+        for src, dst, size in zip(flow.src.tolist(), flow.dst.tolist(), sizes.tolist(), strict=True):
+            pairs[src, dst] = pairs.get((src, dst), 0) + size
     return pairs
 
 

@@ -239,7 +239,7 @@ def _alternatives(planned: Planned) -> str:
         [
             one.name,
             "-" if one.step_s is None else time_text(one.step_s),
-            time_text(one.move_s),
+            "-" if one.move_s is None else time_text(one.move_s),
             "-" if one.samples_per_s is None else f"{one.samples_per_s:.2f}",
             one.why,
         ]

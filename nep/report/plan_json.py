@@ -42,7 +42,7 @@ def plan_object(
         "healthy": _step(report.healthy, request),
         "current": None if report.current is None else _step(report.current, request),
         "balance": report.balance,
-        "expert_layers_s": report.layers_s,
+        "placement_s": report.placement_s,
         "bound_s": report.bound_s,
         "binds": report.binds,
         "slots": [

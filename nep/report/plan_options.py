@@ -11,6 +11,7 @@ import tyro
 from nep.planning.cluster import Cluster
 from nep.planning.cost.hardware import HardwareProfile
 from nep.planning.cost.workload import Workload
+from nep.planning.degrees import Degrees
 from nep.planning.plan import Redundancy
 from nep.planning.search.request import Limits, PlanRequest
 from nep.report.plan_export import Format
@@ -87,6 +88,8 @@ class PlanOptions:
     """Copies of experts per layer and replica, all together; a slot holds a copy whole."""
     max_tp: Count = 1
     """Most slots of a lane (tensor parallelism)."""
+    degrees: Annotated[str | None, tyro.conf.arg(metavar="DEGREES", help_behavior_hint="")] = None
+    """Cut replicas just so: EP8, EP4xETP2, TP2xEP4, TP8 and the like; the number of replicas follows."""
     memory_share: Annotated[float, tyro.conf.arg(metavar="X")] = 0.9
     """Part of a slot's memory that the plan may use."""
     current: File = None
@@ -147,6 +150,7 @@ def question_of(options: PlanOptions) -> Question:
         seq_len=options.seq_len if options.seq_len is not None else min(_DEFAULT_SEQ_LEN, shape.max_seq_len),
         parameter_bytes=_BYTES[options.dtype],
         recompute=options.recompute,
+        overlap=True,  # as training does
     )
     request = PlanRequest(
         cluster=cluster,
@@ -210,5 +214,6 @@ def _limits(options: PlanOptions, num_experts: int) -> Limits:
         fractions=not options.whole_experts and copies is None,
         physical_experts=copies,
         max_tp=options.max_tp,
+        degrees=None if options.degrees is None else Degrees.parse(options.degrees),
         memory_share=options.memory_share,
     )

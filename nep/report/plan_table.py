@@ -151,10 +151,10 @@ def result_rows(request: PlanRequest, planned: Planned) -> list[tuple[str, str]]
 
 def _bound_text(report: PlanReport) -> str:
     """How near the expert layers are to what could be, in the prices that placement goes by."""
-    share = f"{report.bound_s / report.layers_s:.1%}" if report.layers_s > 0 else "all"
+    share = f"{report.bound_s / report.placement_s:.1%}" if report.placement_s > 0 else "all"
     return (
-        f"{share} of what is possible in the expert layers: {time_text(report.layers_s)}, at best "
-        f"{time_text(report.bound_s)} (where every expert of a token costs a row)"
+        f"{share} of what is possible in the expert layers: {time_text(report.placement_s)}, at best "
+        f"{time_text(report.bound_s)}, counting a row for every expert of a token"
     )
 
 
@@ -286,7 +286,7 @@ def _alternatives(alternatives: Sequence[Alternative], width: int) -> str:
         table.add_row(
             f"{'*' if one.chosen else ' '} {one.name}",
             "-" if one.step_s is None else time_text(one.step_s),
-            time_text(one.move_s),
+            "-" if one.move_s is None else time_text(one.move_s),
             "-" if one.samples_per_s is None else f"{one.samples_per_s:.2f}",
             one.why,
         )

@@ -87,8 +87,8 @@ def forward_backward(
     counts_le: torch.Tensor | None = None
     num_rounds = max(1, math.ceil(most / micro_batch_size))
     for round_index in range(num_rounds):
-        done = round_index * micro_batch_size
-        size = max(0, min(micro_batch_size, count - done))
+        done = count * round_index // num_rounds
+        size = count * (round_index + 1) // num_rounds - done
         first = first_sample + offset + done
         tokens_bt, targets_bt = (torch.from_numpy(array) for array in data.train_batch(first, size))
         output = model(tokens_bt, targets_bt)
@@ -96,8 +96,12 @@ def forward_backward(
         if round_index == 0:
             total.register_hook(lambda _: probe("backward"))
         overlap.reduction = reduction if round_index == num_rounds - 1 else None
-        total.backward()
-        overlap.reduction = None
+        try:
+            total.backward()
+        finally:
+            # The two point to each other: left so by a fault, they would keep all of the old state until Python
+            # happens to look for cycles.
+            overlap.reduction = None
         overlap.collect_all()
         loss_sum += float(output.loss.own)
         tokens += output.loss.num_tokens

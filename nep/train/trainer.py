@@ -330,6 +330,7 @@ class Trainer:
                 probe=probe,
             )
             commit_step(run, step, sums, reduction)
+            del reduction  # it holds the state under the plan of now, which may change below
             self._overlap.returning = run.returning
             self._resumed()
             self.hooks.on_commit(self, run.history.steps[-1])

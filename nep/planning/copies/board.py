@@ -10,9 +10,12 @@ _SWAP_ROUNDS = 12
 _GOOD_ENOUGH = 1.002  # level of the fullest slot; quotas do the rest
 _CHUNK = 1 << 22  # entries of the largest array of an exchange
 
-# Reasons against a slot, the first beyond the second and that beyond levels, which are near 1.
+# Reasons against a slot, each beyond the next; levels are near 1, so all but the last are beyond them.
 _SAME_DOMAIN = 1e9
 _CONNECTED = 1e6
+_OTHER_LINK = 1e7
+_NOT_IN_TURN = 1e4
+_TIE = 1e-9
 
 
 class Board:
@@ -28,17 +31,32 @@ class Board:
         places: of each slot, for copies of one layer.
         domains: fault domain of each slot, at least 0.
         fewest: copies that every expert must have, in as many fault domains: 1 or 2.
+        links: scale-up domain of each slot, at least 0.
+        bridges: experts, the first of the sequence, whose first two copies lie in different scale-up domains.
 
     Attributes:
         dropped: whether some copy found no place on a slot without one of the same expert.
         confined: whether some expert may have got all its copies in one fault domain.
     """
 
-    def __init__(self, share: Floats, copies: Ints, speeds: Floats, places: Ints, domains: Ints, fewest: int) -> None:
+    def __init__(
+        self,
+        share: Floats,
+        copies: Ints,
+        speeds: Floats,
+        places: Ints,
+        domains: Ints,
+        fewest: int,
+        links: Ints,
+        bridges: int,
+    ) -> None:
         layers, experts = share.shape
         self.shape = (layers, experts, len(places))
         self.layer = np.arange(layers)
         self.speeds, self.places, self.domains = speeds, places, domains
+        self.links = None
+        if len(set(links[places > 0].tolist())) > 1:
+            self.links = _Links(layers, experts, links, places > 0, bridges)
         shared = copies > 1
         order = np.lexsort((-share, ~shared), axis=-1)
         if fewest > 1:
@@ -63,6 +81,8 @@ class Board:
         """Places experts with several copies, and singles that stand beside them in the sequence."""
         layers, experts, slots = self.shape
         layer, share = self.layer, self.of_copy
+        # Of slots that are alike each layer begins with another one, or some had the hot experts of all layers.
+        tie = _TIE * ((np.arange(slots) - layer[:, None]) % slots)
         several_domains = len(set(self.domains[self.places > 0].tolist())) > 1
         component = np.tile(np.arange(slots), (layers, 1))
         has = np.zeros((layers, experts, slots), dtype=bool)
@@ -73,12 +93,14 @@ class Board:
             begin = first[layer, expert]
             own = np.where(begin >= 0, component[layer, begin], -1)
             used = has[layer, expert]
-            key = self.level + share[:, index, None] / self.speeds
+            key = self.level + share[:, index, None] / self.speeds + tie
             key += _CONNECTED * (component == own[:, None])
             if several_domains:
                 key += _SAME_DOMAIN * (self.domains == domain[layer, expert][:, None])
                 if index < self.num_needed:
                     key += _SAME_DOMAIN * self._scarce(index, domain[layer, expert])
+            if self.links is not None:
+                key += self.links.against(expert, begin >= 0, component)
             key[used | (self.free <= 0)] = np.inf
             slot = key.argmin(axis=1)
             fits = key[layer, slot] < np.inf
@@ -87,6 +109,8 @@ class Board:
             self._put(index, np.where(fits, slot, -1))
             at, expert, slot = layer[fits], expert[fits], slot[fits]
             has[at, expert, slot] = True
+            if self.links is not None:
+                self.links.put(at, expert, slot)
             joined, here, before = component[at, slot], self.domains[slot], domain[at, expert]
             own = np.where(own[fits] >= 0, own[fits], joined)
             merge = (component[at] == joined[:, None]) & self.is_shared[at, index][:, None]
@@ -225,3 +249,86 @@ class Board:
         layer, index = np.nonzero(self.slot_of >= 0)
         result[layer, self.sequence[layer, index], self.slot_of[layer, index]] = 1
         return result
+
+
+class _Links:
+    """Which scale-up domains experts with several copies are in.
+
+    The sum of an expert's gradients is cheap inside a scale-up domain. So all its copies lie in one, but for those
+    of a few bridges, the hottest experts, over which tokens can move between domains: the first joins two domains,
+    every other one more.
+
+    Args:
+        layers: number of them.
+        experts: likewise.
+        links: scale-up domain of each slot.
+        used: whether a slot has a place.
+        bridges: how many bridges there are.
+    """
+
+    def __init__(self, layers: int, experts: int, links: Ints, used: NDArray[np.bool_], bridges: int) -> None:
+        self.links, self.layer = links, np.arange(layers)
+        number = int(links.max()) + 1
+        self.has = np.zeros((layers, experts, number), dtype=bool)
+        self.joined = np.zeros((layers, number), dtype=bool)
+        self.left = np.full(layers, bridges)
+        self.is_bridge = np.zeros((layers, experts), dtype=bool)
+        self.position = np.array([(links[:slot] == link).sum() for slot, link in enumerate(links.tolist())])
+        self.size = np.bincount(links)[links]
+        self.order = np.flatnonzero(used)[links[used].argsort(kind="stable")]
+        self.domains, self.begin = np.unique(links[self.order], return_index=True)
+        self.complete = np.ones((layers, number), dtype=bool)
+        self.finished = False
+
+    def against(self, expert: Ints, begun: NDArray[np.bool_], component: Ints) -> Floats:
+        """What speaks against slots, ``[layers, slots]``.
+
+        Args:
+            expert: of each layer, that gets a copy.
+            begun: whether it has one already.
+            component: of slots that tokens can move between, ``[layers, slots]``.
+        """
+        layer = self.layer
+        if self.left.any():
+            new = ~begun & (self.left > 0)
+            self.is_bridge[layer[new], expert[new]] = True
+            self.left[new] -= 1
+        has = self.has[layer, expert]
+        bridge = self.is_bridge[layer, expert]
+        against = np.where(begun[:, None], ~has, self._complete(component))
+        if not bridge.any():
+            usual: Floats = _OTHER_LINK * against[:, self.links]
+            return usual
+        # A bridge goes from domains that are joined to one that is not; where there is none yet, from anywhere.
+        start = bridge & ~begun & self.joined.any(axis=1)
+        cross = bridge & (has.sum(axis=1) == 1)
+        against = np.where(cross[:, None], self.joined | has, against)
+        against = np.where(bridge[:, None] & ~begun[:, None], start[:, None] & ~self.joined, against)
+        reasons: Floats = _OTHER_LINK * against[:, self.links] + self._turn() * bridge[:, None]
+        return reasons
+
+    def _complete(self, component: Ints) -> NDArray[np.bool_]:
+        """Domains in which tokens can move from any slot to any other, ``[layers, domains]``: no need to join more."""
+        if self.finished:
+            return self.complete
+        ordered = component[:, self.order]
+        first = np.minimum.reduceat(ordered, self.begin, axis=1)
+        self.complete[:, self.domains] = first == np.maximum.reduceat(ordered, self.begin, axis=1)
+        self.finished = bool(self.complete.all())
+        return self.complete
+
+    def _turn(self) -> Floats:
+        """Bridges go to other slots in every layer, each to one without another, or some had those of all layers."""
+        number = self.has.shape[2]
+        layer = self.layer[:, None]
+        shift = layer + layer // self.size + self.is_bridge.sum(axis=1)[:, None]
+        turn = (self.position - shift) % self.size / self.size + (self.links - layer) % number
+        result: Floats = _NOT_IN_TURN / number * turn
+        return result
+
+    def put(self, layer: Ints, expert: Ints, slot: Ints) -> None:
+        """Takes note of copies that were placed, at most one in each layer."""
+        link = self.links[slot]
+        self.has[layer, expert, link] = True
+        bridge = self.is_bridge[layer, expert]
+        self.joined[layer[bridge], link[bridge]] = True

@@ -26,6 +26,8 @@ class CopyCuts:
         domains: slot -> fault domain.
         limits: slot -> units of experts, over all layers, that it has memory for; None: as many as its part of
             the copies.
+        scale_up: slot -> scale-up domain; None: one for all.
+        apart: see `SlotLimits`.
     """
 
     def __init__(
@@ -34,8 +36,12 @@ class CopyCuts:
         physical_experts: int,
         domains: Mapping[int, int],
         limits: Mapping[int, int] | None = None,
+        *,
+        scale_up: Mapping[int, int] | None = None,
+        apart: bool = False,
     ) -> None:
         self._prices, self._number, self._domains, self._limits = prices, physical_experts, domains, limits
+        self._scale_up, self._apart = scale_up, apart
 
     def slot_limits(self, slots: Slots) -> SlotLimits:
         """Room for copies on each slot of a replica.
@@ -52,6 +58,9 @@ class CopyCuts:
             places=tuple(min(one, experts.num_experts) for one in places),
             speeds_ppm=tuple(speeds[slot] for slot in slots),
             domains=tuple(self._domains[slot] for slot in slots),
+            scale_up=None if self._scale_up is None else tuple(self._scale_up[slot] for slot in slots),
+            far=self._prices.cost_of(slots).far_sum_share,
+            apart=self._apart,
         )
 
     def scratch(self, slots: Slots) -> Integers:
@@ -87,6 +96,9 @@ class CopyCuts:
             ),
             speeds_ppm=tuple(speeds[slot] for slot in slots),
             domains=tuple(self._domains[slot] for slot in slots),
+            scale_up=None if self._scale_up is None else tuple(self._scale_up[slot] for slot in slots),
+            far=limits.far,
+            apart=self._apart,
         )
         if (copies.sum(axis=1) > np.array(everything.places)).any():
             return None

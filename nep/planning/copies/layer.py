@@ -41,7 +41,8 @@ class Solved:
         full: the fullest slots, which no token can leave; empty if all are within a token of the average.
         component: slot -> the first of the slots that tokens can move between over experts with several copies.
         level: tokens per speed of the fullest slot; 1 is the average over all slots with a place.
-        score: what changes are judged by, lower is better.
+        score: what changes are judged by, lower is better: the level, smoothed, what the sums of copies' gradients
+            cost, and what it is worth that tokens can move.
     """
 
     tokens: list[int]
@@ -75,8 +76,9 @@ class LayerCopies:
         self.on_slot: list[set[int]] = [set() for _ in range(slots)]
         self.hosts: list[list[int]] = [[] for _ in range(experts)]
         self.average = sum(self.tokens) / sum(self.speeds[slot] for slot in self.slots)
-        self._domains = limits.domains
-        self._several_domains = len({limits.domains[slot] for slot in self.slots}) > 1
+        self._domains = limits.apart_in
+        self._several_domains = len({self._domains[slot] for slot in self.slots}) > 1
+        self._links, self._far = limits.links, limits.far_price
         self._needed = min(needed, len(self.slots))
         self._shared: set[int] = set()
         self._single_tokens = [0] * slots
@@ -115,6 +117,35 @@ class LayerCopies:
     def cost(self, changes: Sequence[Change]) -> int:
         """Copies that have to be sent for these changes; negative if fewer have to than without them."""
         return sum([change.sign for change in changes if not self.previous[change.expert, change.slot]])
+
+    def sums(self, changes: Sequence[Change]) -> float:
+        """By how much these changes raise what gradient sums between scale-up domains cost, as `score`."""
+        if not self._far:
+            return 0.0
+        added: dict[int, list[int]] = {}
+        removed: dict[int, list[int]] = {}
+        for expert, slot, sign in changes:
+            (added if sign > 0 else removed).setdefault(expert, []).append(slot)
+        more = 0.0
+        for expert in sorted(added.keys() | removed.keys()):
+            hosts = self.hosts[expert]
+            gone = removed.get(expert, [])
+            after = [host for host in hosts if host not in gone] + added.get(expert, [])
+            more += self._sum_price(after) - self._sum_price(hosts)
+        return more
+
+    @property
+    def largest_relief(self) -> float:
+        """By how much taking away one copy can lower what gradient sums cost, at most."""
+        return 2 * self._far
+
+    def _sum_price(self, hosts: Sequence[int]) -> float:
+        """Every copy sends to those in other scale-up domains what they own: each as much."""
+        links = [self._links[host] for host in hosts]
+        number = len(links)
+        if number < 2 or links.count(links[0]) == number:
+            return 0.0
+        return sum([number - links.count(link) for link in links]) * self._far / number
 
     def removable(self, expert: int, slot: int) -> bool:
         """Whether an expert can do without its copy there and stays in two fault domains if it was."""
@@ -166,7 +197,9 @@ class LayerCopies:
             full=full,
             component=component,
             level=max(levels),
-            score=_norm(levels) + _APART * len(set(component.values())),
+            score=_norm(levels)
+            + _APART * len(set(component.values()))
+            + (sum([self._sum_price(self.hosts[expert]) for expert in shared]) if self._far else 0.0),
         )
 
     def _components(self, shared: list[int]) -> dict[int, int]:

@@ -50,7 +50,7 @@ def best_move(layer: LayerCopies, min_gain: float) -> Move | None:
         layer: is as before afterwards.
         min_gain: what each copy that has to be sent must bring, in shares of the average level.
     """
-    predicted = [Move(changes, layer.cost(changes), gain) for changes, gain in _candidates(layer)]
+    predicted = [Move(changes, layer.cost(changes), gain - layer.sums(changes)) for changes, gain in _candidates(layer)]
     predicted = [move for move in predicted if move.pays(min_gain)]
     predicted.sort(key=lambda move: -move.value)  # stable: equal ones stay in the order they were found
     best: Move | None = None
@@ -78,18 +78,18 @@ def place(layer: LayerCopies, expert: int) -> bool:
         if not layer.addable(expert, slot):
             continue
         speed, have = layer.speeds[slot], solved.tokens[slot] + weight
-        options: list[tuple[float, int, int]] = []
+        added = Change(expert, slot, 1)
         if layer.free[slot] > 0:
-            options.append((have / speed, slot, -1))
-        else:
-            for victim, share in _victims(layer, slot):
-                others = [host for host in layer.hosts[victim] if host != slot]
-                elsewhere = min([solved.tokens[host] / layer.speeds[host] for host in others])
-                level = max((have - share) / speed, elsewhere + share / speed)
-                options.append((level + _BRIDGE * layer.tokens[victim] / speed, slot, victim))
-        for option in options:
-            if best is None or option < best:
-                best = option
+            option = (have / speed + layer.sums([added]) * layer.average, slot, -1)
+            best = option if best is None else min(best, option)
+            continue
+        for victim, share in _victims(layer, slot):
+            elsewhere = min([solved.tokens[host] / layer.speeds[host] for host in layer.hosts[victim] if host != slot])
+            level = max((have - share) / speed, elsewhere + share / speed)
+            level += _BRIDGE * layer.tokens[victim] / speed
+            if best is None or level - layer.largest_relief * layer.average < best[0]:
+                level += layer.sums([Change(victim, slot, -1), added]) * layer.average
+                best = (level, slot, victim) if best is None else min(best, (level, slot, victim))
     if best is None:
         return False
     _, slot, victim = best

@@ -10,7 +10,7 @@ depends on nothing but the arguments.
 
 import math
 from collections.abc import Iterable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import numpy as np
 from numpy.typing import NDArray
@@ -26,6 +26,7 @@ Floats = NDArray[np.float64]
 
 _SCALE = 2**30  # the hottest expert of a layer, in the integers that planning counts tokens in
 
+_DEVIATIONS = 2
 _SLOW = 2  # times slower than the average: when a slot may have more places than are of use
 
 
@@ -37,11 +38,19 @@ class SlotLimits:
         places: copies, of one layer, that each slot has memory for; 0 for a slot that must stay empty.
         speeds_ppm: relative speed of each slot.
         domains: fault domain of each slot.
+        scale_up: scale-up domain of each slot; None: one for all.
+        far: what the sum of an expert's gradients costs more between two scale-up domains than inside one, in
+            shares of the time that a layer's experts take at perfect balance.
+        apart: copies of an expert lie in two fault domains also where these are different scale-up domains and the
+            sums therefore cost more.
     """
 
     places: tuple[int, ...]
     speeds_ppm: tuple[int, ...]
     domains: tuple[int, ...]
+    scale_up: tuple[int, ...] | None = None
+    far: float = 0.0
+    apart: bool = False
 
     def __post_init__(self) -> None:
         errors: list[str] = []
@@ -55,6 +64,12 @@ class SlotLimits:
             errors.append(f"places {list(self.places)} must be at least 0")
         if any(domain < 0 for domain in self.domains):
             errors.append(f"domains {list(self.domains)} must be at least 0")
+        if self.scale_up is not None and (
+            len(self.scale_up) != len(self.places) or any(domain < 0 for domain in self.scale_up)
+        ):
+            errors.append(f"scale_up {list(self.scale_up)} must have one entry per slot, at least 0")
+        if not 0 <= self.far < math.inf:
+            errors.append(f"far ({self.far}) must be finite and at least 0")
         if any(speed < 1 for speed in self.speeds_ppm):
             errors.append(f"speeds_ppm {list(self.speeds_ppm)} must be at least 1; give a dead slot 0 places")
         if errors:
@@ -78,7 +93,44 @@ class SlotLimits:
         """The same with no place on these slots."""
         lost = frozenset(slots)
         places = tuple(0 if slot in lost else places for slot, places in enumerate(self.places))
-        return SlotLimits(places=places, speeds_ppm=self.speeds_ppm, domains=self.domains)
+        return replace(self, places=places)
+
+    @property
+    def used(self) -> tuple[int, ...]:
+        """Slots with a place."""
+        return tuple(slot for slot, places in enumerate(self.places) if places)
+
+    @property
+    def links(self) -> tuple[int, ...]:
+        """Scale-up domain of each slot, numbered from 0."""
+        if self.scale_up is None:
+            return (0,) * self.num_slots
+        order = sorted(set(self.scale_up))
+        return tuple(order.index(domain) for domain in self.scale_up)
+
+    @property
+    def far_price(self) -> float:
+        """`far`, or 0 where all slots with a place are in one scale-up domain."""
+        links = self.links
+        return self.far if len({links[slot] for slot in self.used}) > 1 else 0.0
+
+    @property
+    def apart_in(self) -> tuple[int, ...]:
+        """For each slot what the copies of an expert should lie in two of, numbered from 0.
+
+        Fault domains, as long as that costs nothing. A scale-up domain that is all in one fault domain has no two
+        to offer: unless `apart`, two slots have to do in it.
+        """
+        links = self.links
+        several = {link for link in links if len({self.domains[slot] for slot in self.used if links[slot] == link}) > 1}
+        if self.apart or len({links[slot] for slot in self.used}) < 2:
+            several = set(links)
+        keys = [
+            (0, domain) if link in several else (1, slot)
+            for slot, (domain, link) in enumerate(zip(self.domains, links, strict=True))
+        ]
+        order = {key: index for index, key in enumerate(sorted(set(keys)))}
+        return tuple(order[key] for key in keys)
 
     def num_places(self, num_experts: int) -> int:
         """Copies of a layer that fit, no expert twice on one slot.
@@ -95,9 +147,9 @@ class SlotLimits:
         return num_places
 
     def needed_copies(self, num_experts: int) -> int:
-        """Copies that an expert must have at least: 2, in two fault domains, where memory allows it, else 1."""
+        """Copies that an expert must have at least: 2, as far apart as `apart_in` says, where memory allows, else 1."""
         by_domain: dict[int, int] = {}
-        for places, domain in zip(self.places, self.domains, strict=True):
+        for places, domain in zip(self.places, self.apart_in, strict=True):
             by_domain[domain] = by_domain.get(domain, 0) + min(places, num_experts)
         # A domain can have no more than one of the two copies of each expert.
         return 2 if sum(min(places, num_experts) for places in by_domain.values()) >= 2 * num_experts else 1
@@ -115,7 +167,20 @@ def whole_tokens(loads: ExpertLoads) -> Ints:
     return tokens
 
 
-def count_copies(tokens: Ints, limits: SlotLimits, num_copies: int) -> Ints:
+def likely_tokens(loads: ExpertLoads, tokens: Ints) -> Ints:
+    """Tokens ``[layers, experts]``, on the scale of `whole_tokens`, that an expert rarely gets more of in a step.
+
+    Two standard deviations above the mean, at most all that the layer has; the mean where nothing else is known.
+    """
+    if loads.variance is None:
+        return tokens
+    largest = loads.mean.max(axis=1, keepdims=True)
+    scale = np.where(largest > 0, _SCALE / np.where(largest > 0, largest, 1.0), 0.0)
+    more = np.minimum(_DEVIATIONS * np.sqrt(loads.variance) * scale, tokens.sum(axis=1, keepdims=True))
+    return np.asarray(tokens + np.rint(more).astype(np.int64))
+
+
+def count_copies(tokens: Ints, limits: SlotLimits, num_copies: int, likely: Ints | None = None) -> Ints:
     """How many copies each expert gets.
 
     First, as far as they go, enough that no copy has more than a slot's fair share. Then by the largest quotient of
@@ -128,6 +193,8 @@ def count_copies(tokens: Ints, limits: SlotLimits, num_copies: int) -> Ints:
         tokens: ``[layers, experts]``, at least 1.
         limits: the slots.
         num_copies: copies of all experts of a layer together.
+        likely: ``[layers, experts]``, see `likely_tokens`: what copies beyond the first purpose go by, since it is
+            tokens of experts that vary which have to be moved. None: ``tokens``.
 
     Returns:
         ``[layers, experts]``, at least 1, which sum to ``num_copies`` in each layer.
@@ -137,7 +204,7 @@ def count_copies(tokens: Ints, limits: SlotLimits, num_copies: int) -> Ints:
     layer = np.arange(layers)
     fair = tokens.sum(axis=1) / most
     fewest = _fewest(limits, experts, num_copies)
-    root = np.sqrt(tokens)
+    root = np.sqrt(tokens if likely is None else likely)
     weight = np.floor(root * np.sqrt(root) * 64).astype(np.int64)
     # What the loop below would arrive at anyway, for those layers where the copies suffice for it.
     enough = np.clip(np.ceil(tokens / fair[:, None]).astype(np.int64), fewest, most)
@@ -165,11 +232,13 @@ def _fewest(limits: SlotLimits, experts: int, num_copies: int) -> int:
     return limits.needed_copies(experts) if num_copies >= 2 * experts else 1
 
 
-def place_copies(loads: ExpertLoads, limits: SlotLimits, *, num_copies: int | None = None) -> Copies:
+def place_copies(
+    loads: ExpertLoads, limits: SlotLimits, *, num_copies: int | None = None, bridged: bool = True
+) -> Copies:
     """Places copies from scratch; see the module.
 
     No slot has more copies than places, or an expert twice. Copies of one expert are in two fault domains at least,
-    unless the only free places are in one. `nep.planning.warm_start.plan_copies` goes on from here where slots are
+    unless the only free places are in one. `nep.planning.copies.warm.plan_copies` goes on from here where slots are
     so uneven that this leaves something to gain.
 
     Args:
@@ -177,6 +246,7 @@ def place_copies(loads: ExpertLoads, limits: SlotLimits, *, num_copies: int | No
         limits: the slots.
         num_copies: copies of all experts of a layer together; None means as many as there are places. More than fit
             are cut to what fits.
+        bridged: tokens can move between scale-up domains over a few experts.
 
     Raises:
         ValueError: if the slots cannot hold every expert once, or ``num_copies`` is less than one of each.
@@ -191,20 +261,22 @@ def place_copies(loads: ExpertLoads, limits: SlotLimits, *, num_copies: int | No
     tokens = whole_tokens(loads)
     used = _useful_places(tokens, limits, places)
     wanted = min(number, int(used.sum()))
-    copies = count_copies(tokens, limits, wanted)
+    copies = count_copies(tokens, limits, wanted, likely_tokens(loads, tokens))
     speeds = np.array(limits.speeds_ppm, dtype=np.float64)
     usable = int(np.array(limits.speeds_ppm, dtype=np.int64)[places > 0].sum())
     # Level 1 is the average: what all slots would have if everything could be shared out.
     weight = tokens / tokens.sum(axis=1, keepdims=True) * usable
     fewest = _fewest(limits, experts, wanted)
-    domains = np.unique(np.array(limits.domains), return_inverse=True)[1]
-    board = Board(weight / copies, copies, speeds, used, domains, fewest)
+    domains, links = np.array(limits.apart_in), np.array(limits.links)
+    bridges = len(set(links[used > 0].tolist())) - 1 if bridged else 0
+    board = Board(weight / copies, copies, speeds, used, domains, fewest, links, bridges)
     board.place_shared()
     board.place_single()
     board.exchange()
     result = board.copies()
     if board.dropped or wanted < number:
-        _fill_up(result, tokens, places, number, fewest)
+        for layer, here in enumerate(result):
+            fill_up(here, tokens[layer], limits, number, fewest)
     if board.dropped or board.confined or wanted < number:
         _spread(result, tokens, limits)
     return result
@@ -228,30 +300,40 @@ def _useful_places(tokens: Ints, limits: SlotLimits, places: Ints) -> Ints:
     return useful if useful.sum() >= limits.needed_copies(experts) * experts else places
 
 
-def _fill_up(copies: Copies, tokens: Ints, places: Ints, num_copies: int, fewest: int) -> None:
-    """Fills places up to so many copies, in place: for copies that found no slot, and on slow slots.
+def fill_up(copies: Copies, tokens: Ints, limits: SlotLimits, num_copies: int, fewest: int = 1) -> None:
+    """Fills places of one layer up to so many copies, in place: they need not take any tokens, but may.
 
     Rare, so one by one.
+
+    Args:
+        copies: ``[experts, slots]``.
+        tokens: ``[experts]``.
+        limits: the slots.
+        num_copies: of all experts together.
+        fewest: copies that every expert should have.
     """
-    for layer in range(len(copies)):
-        here = copies[layer]
-        free = places - here.sum(axis=0)
-        for _ in range(num_copies - int(here.sum())):
-            number = here.sum(axis=1)
-            # The heaviest copy that some free place can relieve, on the slot with most of those.
-            urgency = tokens[layer] / number + np.where(number < fewest, _SCALE, 0)
-            possible = (here == 0) & (free > 0)
-            expert = int(np.where(possible.any(axis=1), urgency, -1.0).argmax())
-            slot = int(np.where(possible[expert], free, -1).argmax())
-            if not possible[expert, slot]:
-                break
-            here[expert, slot] = 1
-            free[slot] -= 1
+    links = np.array(limits.links)
+    same_link = (links[:, None] == links).astype(np.int8)
+    places = np.minimum(np.array(limits.places), len(copies))
+    free = places - copies.sum(axis=0)
+    for _ in range(num_copies - int(copies.sum())):
+        number = copies.sum(axis=1)
+        # The heaviest copy that some free place can relieve, best in the same scale-up domain, on the slot with most.
+        urgency = tokens / np.maximum(number, 1) + np.where(number < fewest, _SCALE, 0)
+        possible = (copies == 0) & (free > 0)
+        near = possible & (copies @ same_link > 0)
+        possible = near if near.any() else possible
+        expert = int(np.where(possible.any(axis=1), urgency, -1.0).argmax())
+        slot = int(np.where(possible[expert], free, -1).argmax())
+        if not possible[expert, slot]:
+            break
+        copies[expert, slot] = 1
+        free[slot] -= 1
 
 
 def _spread(copies: Copies, tokens: Ints, limits: SlotLimits) -> None:
     """Brings experts whose copies are all in one fault domain into a second by an exchange, in place; rare as well."""
-    domains = np.array(limits.domains)
+    domains = np.array(limits.apart_in)
     places = np.minimum(np.array(limits.places), copies.shape[1])
     for layer, here in enumerate(copies):
         for expert in np.flatnonzero(here.sum(axis=1) > 1).tolist():

@@ -6,7 +6,7 @@ foresee. The question is a flow from experts to slots with the least possible le
 fullest slot. On a tree it has a greedy answer: from the leaves up, the slots below an expert take what they can
 and the rest goes up. So the solver starts from shares in proportion to speed, finds every slot that tokens of the
 fullest one could move to, evens out a tree over those, and stops once the set it found proves that nothing better
-exists. Placements with few copies are trees already and need one round.
+exists. Placements with few copies are trees already and need one round; where copies are many, flows need fewer.
 
 Everything is arithmetic on Python integers in a fixed order: equal counts give equal quotas on any machine.
 """
@@ -17,13 +17,15 @@ from math import gcd
 import numpy as np
 from numpy.typing import ArrayLike, NDArray
 
+from nep.planning.copies.tree import Branch, tree_limits
+
 Counts = NDArray[np.int64]
 
-_TREE_ROUNDS = 12
-"""Rounds that even out a tree before paths are taken one by one: trees are faster, paths are sure to end."""
+_TREE_ROUNDS = 2
+"""Rounds that even out a tree; where copies are few, that is all it takes."""
 
-_Branch = tuple[int, int, list[int]]
-"""A shared expert in a tree: its position, the slot above it (-1: none), the slots below it."""
+_FLOW_ROUNDS = 50
+"""Rounds, those of trees included, after which paths are taken one by one: slow, but sure to end."""
 
 
 class TokenGraph:
@@ -44,6 +46,9 @@ class TokenGraph:
         for expert, of_expert in enumerate(hosts):
             for host in of_expert:
                 self._on_slot[host].append(expert)
+        self._members = [slot for slot, experts in enumerate(self._on_slot) if experts]
+        beyond_tree = sum([len(of_expert) for of_expert in hosts]) - len(hosts) - len(self._members) + 1
+        self._cyclic = 2 * beyond_tree > len(self._members)
 
     def solve(self, counts: list[int], tokens: list[int]) -> tuple[list[dict[int, int]], list[int]]:
         """Shares out the counts so that the level of the fullest slot is as low as possible.
@@ -58,13 +63,17 @@ class TokenGraph:
         """
         shares = self._proportional(counts, tokens)
         total = sum(tokens)
-        rounds = 0
+        rounds, flows_first = 0, self._cyclic and _FLOW_ROUNDS > 0
         while True:
             top = self._fullest(tokens)
             # `excess / speed` is the level that the fullest slot would keep with one token less.
             excess, speed = tokens[top] - 1, self.speeds[top]
             if excess * self.total_speed < total * speed:
                 return shares, []
+            if flows_first:
+                flows_first, rounds = False, _TREE_ROUNDS
+                self._flow(self._members, shares, tokens)
+                continue
             reached, branches = self._reach(top, shares)
             inside = sum([tokens[slot] for slot in reached])
             # No token can leave the reached slots: if their average level is as high, nothing better exists.
@@ -72,6 +81,8 @@ class TokenGraph:
                 return shares, reached
             if rounds < _TREE_ROUNDS:
                 self._even_out(reached, branches, shares, tokens)
+            elif rounds < _FLOW_ROUNDS:
+                self._flow(reached, shares, tokens)
             else:
                 self._take_path(reached, branches, shares, tokens)
             rounds += 1
@@ -101,7 +112,7 @@ class TokenGraph:
                 top, most, its_speed = slot, have - 1, speed
         return top
 
-    def _reach(self, top: int, shares: list[dict[int, int]]) -> tuple[list[int], list[_Branch]]:
+    def _reach(self, top: int, shares: list[dict[int, int]]) -> tuple[list[int], list[Branch]]:
         """All slots that tokens of ``top`` can move to, over any number of experts, and a tree that leads there.
 
         Of several experts of a slot the one with most tokens there goes first, since tokens are what can move.
@@ -110,7 +121,7 @@ class TokenGraph:
         seen[top] = True
         visited: set[int] = set()
         reached = [top]
-        branches: list[_Branch] = []
+        branches: list[Branch] = []
         for slot in reached:
             waiting = [(-shares[expert][slot], expert) for expert in self._on_slot[slot] if expert not in visited]
             for minus_tokens, expert in sorted(waiting):
@@ -126,7 +137,7 @@ class TokenGraph:
         return reached, branches
 
     def _even_out(
-        self, reached: list[int], branches: list[_Branch], shares: list[dict[int, int]], tokens: list[int]
+        self, reached: list[int], branches: list[Branch], shares: list[dict[int, int]], tokens: list[int]
     ) -> None:
         """Makes the levels as equal as a tree allows, in place; tokens that other hosts have stay there."""
         branches = branches[::-1]  # leaves first
@@ -136,7 +147,7 @@ class TokenGraph:
             for host in (above, *below):
                 tokens[host] -= share[host]
             movable[expert] = sum([share[host] for host in below], share[above])
-        limits = _tree_limits(branches, reached, movable, tokens, self.speeds)
+        limits = tree_limits(branches, reached, movable, tokens, self.speeds)
         for expert, above, below in branches:
             left = movable[expert]
             share = shares[expert]
@@ -148,8 +159,78 @@ class TokenGraph:
             share[above] = left
             tokens[above] += left
 
+    def _flow(self, slots: list[int], shares: list[dict[int, int]], tokens: list[int]) -> None:
+        """Brings as many tokens as possible below the average level of some slots, in place.
+
+        A maximum flow: every wave moves what is above it one expert further on the shortest ways to slots with room,
+        farthest first, until what is left has no way. (Preflows in waves, as Karzanov 1974.)
+        """
+        inside = sum([tokens[slot] for slot in slots])
+        speed = sum([self.speeds[slot] for slot in slots])
+        limits = [0] * len(tokens)
+        for slot in slots:
+            limits[slot] = -(-inside * self.speeds[slot] // speed)
+        while self._wave(slots, limits, shares, tokens):
+            pass
+
+    def _wave(self, slots: list[int], limits: list[int], shares: list[dict[int, int]], tokens: list[int]) -> bool:
+        """One wave of `_flow`; whether a token has moved."""
+        distance = [len(tokens)] * len(tokens)  # no distance is as large: slots outside take no part
+        near: list[int] = []
+        waiting = 0  # slots with too much that are not found yet
+        for slot in slots:
+            room = limits[slot] - tokens[slot]
+            distance[slot] = -1
+            if room > 0:
+                distance[slot] = 0
+                near.append(slot)
+            elif room:
+                waiting += 1
+        visited = [False] * len(self.hosts)
+        for slot in near:  # grows: nearest first
+            if not waiting:
+                break
+            further = distance[slot] + 1
+            for expert in self._on_slot[slot]:
+                if visited[expert]:
+                    continue
+                visited[expert] = True
+                for host, part in shares[expert].items():
+                    if part and distance[host] < 0:
+                        distance[host] = further
+                        near.append(host)
+                        waiting -= tokens[host] > limits[host]
+        moved = False
+        for slot in reversed(near):
+            excess = tokens[slot] - limits[slot]
+            if excess > 0 and distance[slot]:
+                tokens[slot] -= self._push(slot, excess, distance, shares, tokens)
+                moved |= tokens[slot] < limits[slot] + excess
+        return moved
+
+    def _push(
+        self, slot: int, excess: int, distance: list[int], shares: list[dict[int, int]], tokens: list[int]
+    ) -> int:
+        """Moves up to so many tokens of a slot to slots that are nearer, in place; returns how many it gave."""
+        closer = distance[slot] - 1
+        left = excess
+        for expert in self._on_slot[slot]:
+            share = shares[expert]
+            part = min(left, share[slot])
+            if part:
+                for host in self.hosts[expert]:
+                    if distance[host] == closer:
+                        share[slot] -= part
+                        share[host] += part
+                        tokens[host] += part
+                        left -= part
+                        break
+                if not left:
+                    break
+        return excess - left
+
     def _take_path(
-        self, reached: list[int], branches: list[_Branch], shares: list[dict[int, int]], tokens: list[int]
+        self, reached: list[int], branches: list[Branch], shares: list[dict[int, int]], tokens: list[int]
     ) -> None:
         """Moves tokens from the fullest slot to the emptiest that it reaches, in place.
 
@@ -176,93 +257,6 @@ class TokenGraph:
             shares[expert][above] -= amount
             shares[expert][slot] += amount
             slot = above
-
-
-def _tree_limits(
-    branches: list[_Branch], slots: list[int], movable: dict[int, int], tokens: list[int], speeds: list[int]
-) -> list[int]:
-    """Tokens that each slot of a tree may have at most if levels are as equal as possible, rounded up.
-
-    Divides and conquers (Groenevelt 1991 for submodular flows; here on a tree): pours at the average level, and
-    where that overflows, the slots whose own experts overflow them form one problem and all others the second.
-
-    Args:
-        branches: the tree, leaves first.
-        slots: its slots.
-        movable: tokens of each expert of the tree.
-        tokens: what each slot has besides.
-        speeds: of all slots.
-    """
-    tokens = list(tokens)
-    limits = [0] * len(speeds)
-    problems = [(branches, slots)]
-    while problems:
-        branches, slots = problems.pop()
-        if not branches or len(slots) == 1:
-            for slot in slots:
-                limits[slot] = tokens[slot]
-            for expert, _, _ in branches:
-                limits[slots[0]] += movable[expert]
-            continue
-        total = sum([tokens[slot] for slot in slots]) + sum([movable[branch[0]] for branch in branches])
-        speed = sum([speeds[slot] for slot in slots])
-        for slot in slots:
-            limits[slot] = -(-total * speeds[slot] // speed)
-        over_slots, over_experts = _overflow(branches, slots, movable, tokens, limits)
-        if not over_slots:
-            continue
-        inside = [branch for branch in branches if branch[0] in over_experts]
-        problems.append((inside, [slot for slot in slots if slot in over_slots]))
-        outside: list[_Branch] = []
-        for expert, above, below in branches:
-            if expert not in over_experts:
-                # Slots that overflow take nothing from the other experts.
-                kept = [host for host in below if host not in over_slots]
-                if above >= 0 and above not in over_slots:
-                    outside.append((expert, above, kept))
-                elif len(kept) == 1:
-                    tokens[kept[0]] += movable[expert]
-                else:
-                    outside.append((expert, -1, kept))
-        problems.append((outside, [slot for slot in slots if slot not in over_slots]))
-    return limits
-
-
-def _overflow(
-    branches: list[_Branch], slots: list[int], movable: dict[int, int], tokens: list[int], limits: list[int]
-) -> tuple[set[int], set[int]]:
-    """Slots that cannot keep to their limits, and the experts whose tokens have nowhere else to go."""
-    have = list(tokens)
-    rising: dict[int, list[_Branch]] = {}
-    over_experts: set[int] = set()
-    over: list[int] = []
-    for branch in branches:
-        expert, above, below = branch
-        left = movable[expert]
-        for host in below:
-            room = limits[host] - have[host]
-            if room > 0:
-                left -= room
-        if left > 0:
-            if above < 0:
-                over_experts.add(expert)
-                over += below
-            else:
-                have[above] += left
-                if above in rising:
-                    rising[above].append(branch)
-                else:
-                    rising[above] = [branch]
-    over += [slot for slot in slots if have[slot] > limits[slot]]
-    found = set(over)
-    for slot in over:
-        for expert, _, below in rising.get(slot, ()):
-            over_experts.add(expert)
-            for host in below:
-                if host not in found:
-                    found.add(host)
-                    over.append(host)
-    return found, over_experts
 
 
 class LayerQuotas:

@@ -5,13 +5,13 @@ taken here one by one, in all layers the one that brings most per copy sent, for
 """
 
 import heapq
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 
 import numpy as np
 
 from nep.planning.copies.layer import LayerCopies
 from nep.planning.copies.moves import Move, best_move, place
-from nep.planning.copies.place import Copies, SlotLimits, place_copies, whole_tokens
+from nep.planning.copies.place import Copies, SlotLimits, fill_up, place_copies, whole_tokens
 from nep.planning.loads import ExpertLoads
 
 MIN_GAIN = 0.001
@@ -19,6 +19,9 @@ MIN_GAIN = 0.001
 
 _UNEVEN = 1.01
 """Level of the fullest slot, with equal shares for all copies, beyond which a placement is worth polishing."""
+
+_DEAR = 0.003
+"""What the price of a gradient sum between scale-up domains must be to look for placements that need none."""
 
 _EVEN = 1.001
 """Level of the fullest slot, with the best quotas, up to which there is nothing left to gain."""
@@ -30,10 +33,11 @@ def count_moved(before: Copies, after: Copies) -> int:
 
 
 def plan_copies(loads: ExpertLoads, limits: SlotLimits, *, num_copies: int | None = None) -> Copies:
-    """A placement from scratch: `place_copies`, polished in layers where that leaves slots uneven.
+    """A placement from scratch: `place_copies`, polished in layers where that leaves something to gain.
 
-    Those are improved by moves without a price, and compared with what one copy of each expert leads to: in tight
-    places further copies can be in the way.
+    That is where slots are uneven, or a gradient sum between scale-up domains is dear. Such layers are improved by
+    moves without a price for sending, and compared with what other beginnings lead to: no expert in two scale-up
+    domains, and one copy of each expert, since in tight places further copies can be in the way.
 
     Args:
         loads: router loads.
@@ -45,29 +49,47 @@ def plan_copies(loads: ExpertLoads, limits: SlotLimits, *, num_copies: int | Non
     """
     copies = place_copies(loads, limits, num_copies=num_copies)
     tokens = whole_tokens(loads)
-    equal = (tokens // copies.sum(axis=2, dtype=np.int64))[:, None, :] @ copies.astype(np.int64)
-    level = (equal[:, 0] / np.array(limits.speeds_ppm)).max(axis=1)
-    speed = sum(speed for speed, places in zip(limits.speeds_ppm, limits.places, strict=True) if places)
-    uneven = np.flatnonzero(level > _UNEVEN * tokens.sum(axis=1) / speed)
-    if len(uneven) == 0:
+    chosen = np.arange(len(copies))
+    dear = limits.far_price > _DEAR
+    if not dear:
+        equal = (tokens // copies.sum(axis=2, dtype=np.int64))[:, None, :] @ copies.astype(np.int64)
+        level = (equal[:, 0] / np.array(limits.speeds_ppm)).max(axis=1)
+        speed = sum(limits.speeds_ppm[slot] for slot in limits.used)
+        chosen = np.flatnonzero(level > _UNEVEN * tokens.sum(axis=1) / speed)
+    if len(chosen) == 0:
         return copies
-    plain = place_copies(ExpertLoads(mean=loads.mean[uneven]), limits, num_copies=loads.num_experts)
-    for index, alone in zip(uneven.tolist(), plain, strict=True):
-        copies[index] = _polished(copies[index], alone, tokens[index].tolist(), limits)
+    some = loads.of_layers(chosen)
+    others = [place_copies(some, limits, num_copies=loads.num_experts)]
+    if dear:
+        others.append(place_copies(some, limits, num_copies=num_copies, bridged=False))
+    for row, index in enumerate(chosen.tolist()):
+        beginnings = [copies[index], *(other[row] for other in others)]
+        number = int(copies[index].sum())
+        copies[index] = _polished(beginnings, tokens[index].tolist(), limits, dear=dear)
+        fill_up(copies[index], tokens[index], limits, number)
     return copies
 
 
-def _polished(copies: Copies, alone: Copies, tokens: list[int], limits: SlotLimits) -> Copies:
-    """The better of two placements of a layer after all moves that help; the first if they are alike."""
-    needed = _needed(copies, limits)
-    anywhere = np.ones(copies.shape, dtype=np.int8)
-    best = LayerCopies(copies, tokens, limits, anywhere, needed)
-    _improve([best], 0.0, None)
-    if needed == 1 and best.solved.level > _EVEN:
-        other = LayerCopies(alone, tokens, limits, anywhere, needed)
-        _improve([other], 0.0, None)
-        if other.solved.level < best.solved.level:
-            return other.copies()
+def _polished(beginnings: Sequence[Copies], tokens: list[int], limits: SlotLimits, *, dear: bool) -> Copies:
+    """The best of what beginnings lead to after all moves that help; the first of those that are alike.
+
+    They are compared by score where gradient sums are dear, and else by level.
+    """
+    anywhere = np.ones(beginnings[0].shape, dtype=np.int8)
+    needed = _needed(beginnings[0], limits)
+    best: LayerCopies | None = None
+    least = 0.0
+    for copies in beginnings:
+        if copies.sum(axis=1).min() < needed:
+            continue
+        layer = LayerCopies(copies, tokens, limits, anywhere, needed)
+        _improve([layer], 0.0, None)
+        value = layer.solved.score if dear else layer.solved.level
+        if best is None or value < least:
+            best, least = layer, value
+        if not dear and least <= _EVEN:
+            break
+    assert best is not None  # the first has what is needed
     return best.copies()
 
 

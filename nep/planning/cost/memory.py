@@ -1,6 +1,6 @@
 """Bytes that each slot needs under a plan, by kind. The busiest slot's counts, never the mean."""
 
-from collections.abc import Mapping
+from collections.abc import Collection, Mapping
 from dataclasses import dataclass
 from math import ceil
 
@@ -8,16 +8,19 @@ import numpy as np
 
 from nep.planning.cost.dispatch_rows import hit_chance, inclusion
 from nep.planning.cost.held import Floats, elements, expert_axes, expert_units, held_layers, vocab_rows
+from nep.planning.cost.peak import Activations, step_peak
 from nep.planning.cost.workload import Workload
-from nep.planning.layout import Lines, axis_lines, axis_unit_numel, count_units, subtract
+from nep.planning.layout import Layout, Lines, axis_lines, axis_unit_numel, count_units, subtract, union
 from nep.planning.loads import ExpertLoads
 from nep.planning.plan import Lane, Plan
 from nep.planning.shapes import ModelShape, parameter_lines
+from nep.planning.transfer import fetch
 
-KINDS = ("parameters", "gradients", "state", "mirrors", "staging", "activations")
+KINDS = ("parameters", "gradients", "state", "mirrors", "staging", "activations", "workspace")
 """Kinds of memory, in order: what a slot computes with; its accumulated gradients and the finished sums of
 what it owns and mirrors; master weights and moments that it owns; the same that it mirrors; messages of
-transfers in flight; what the backward needs of the forward, with the head's logits."""
+transfers in flight; what the backward needs of the forward, with the head's logits; what it has for a moment:
+gradients of a layer before they are accumulated, and of the rows of its experts."""
 
 CHANGE_KINDS = ("old", "new", "staging")
 """Kinds of memory while a layout changes: the layout in force, what of the next one lies elsewhere, messages."""
@@ -61,14 +64,14 @@ def step_memory(
     loads: ExpertLoads | None = None,
     shares: Floats | None = None,
 ) -> Memory:
-    """What a training step needs at its peak, if all kinds peak together.
+    """What a training step needs at its peak. See `nep.planning.cost.peak` for the moments that are looked at.
 
     Args:
         plan: who holds, owns and mirrors what. Mirrors kept on the host take no device memory.
         shape: the model.
         workload: the step.
         loads: of the MoE layers; None means equal loads.
-        shares: see `nep.planning.cost_model.step_time`.
+        shares: see `nep.planning.cost.step_time.step_time`.
     """
     lines = parameter_lines(shape)
     held, owned, mirrored = (
@@ -77,8 +80,7 @@ def step_memory(
     )
     if plan.redundancy == "host":
         mirrored = dict.fromkeys(mirrored, 0)
-    activations = _activations(plan, shape, workload, lines, loads, shares)
-    staging = _staging(plan, workload, lines)
+    passing = step_peak(plan, workload, lines, _activations(plan, shape, workload, lines, loads, shares))
     wide = workload.accumulation_bytes
     return Memory(
         {
@@ -87,20 +89,29 @@ def step_memory(
                 "gradients": (held[slot] + owned[slot] + mirrored[slot]) * wide,
                 "state": owned[slot] * workload.state_bytes,
                 "mirrors": mirrored[slot] * workload.state_bytes,
-                "staging": staging[slot],
-                "activations": activations[slot],
+                **passing[slot],
             }
             for slot in plan.slots
         }
     )
 
 
-def change_memory(before: Plan, after: Plan, *, shape: ModelShape, workload: Workload) -> Memory:
+def change_memory(
+    before: Plan, after: Plan, *, shape: ModelShape, workload: Workload, live: Collection[int] | None = None
+) -> Memory:
     """What a change of layout needs between two steps: the next layout is received before the old is freed.
 
     Parameters and state of an axis that a slot keeps exactly as they are stay in place and count once. What
     comes from other slots is staged in messages first. There are no activations between steps, and the
-    accumulated gradients of the old layout are already summed; its finished sums are kept.
+    accumulated gradients of the old layout are given back; its finished sums are kept.
+
+    Args:
+        before, after: the plans.
+        shape: the model.
+        workload: for the sizes.
+        live: slots of the plan before that can give. With it the peak is that of `nep.parallel.migrate`: messages
+            that a slot sends count as well, one kind of them at a time, and so do the gradients of the next layout.
+            Without it, an estimate that needs no transfers: all that a slot receives.
     """
     lines = parameter_lines(shape)
     numel = axis_unit_numel(lines)
@@ -112,6 +123,7 @@ def change_memory(before: Plan, after: Plan, *, shape: ModelShape, workload: Wor
         (before.mirrors, after.mirrors, state),
     )
     by_slot: dict[int, dict[str, int]] = {slot: dict.fromkeys(CHANGE_KINDS, 0) for slot in slots}
+    replaced = dict.fromkeys(slots, 0)
     for slot, kinds in by_slot.items():
         for axis, size in numel.items():
             had = [*before.owners.intervals(axis, slot), *before.mirrors.intervals(axis, slot)]
@@ -121,11 +133,57 @@ def change_memory(before: Plan, after: Plan, *, shape: ModelShape, workload: Wor
                 if was == becomes:
                     continue
                 kinds["new"] += count_units(becomes) * size * width
+                replaced[slot] += count_units(was) * size * width if index else 0
                 # Parameters of what a slot owns or mirrors can be copied from its own master weights.
                 arriving = subtract(becomes, was if index == 0 else had)
                 wire = narrow if index == 0 else workload.state_bytes
                 kinds["staging"] += count_units(arriving) * size * wire
+    if live is None:
+        return Memory(by_slot)
+    staged = change_messages(before, after, live, workload=workload, lines=lines)
+    held = dict(zip(slots, elements(after.holders, slots, lines).astype(int).tolist(), strict=True))
+    for slot, kinds in by_slot.items():
+        kinds["staging"] = staged.get(slot, 0)
+        # Old state is freed before there are new gradients; old parameters only with the model that has them.
+        gradients = held[slot] * workload.accumulation_bytes
+        if gradients > kinds["staging"] + replaced[slot]:
+            kinds["old"] -= replaced[slot]
+            kinds["new"] += gradients
+            kinds["staging"] = 0
     return Memory(by_slot)
+
+
+def change_messages(
+    before: Plan, after: Plan, live: Collection[int], *, workload: Workload, lines: Lines
+) -> dict[int, int]:
+    """Slot -> most bytes that it has in messages while a layout changes: owned state, mirrored state or parameters."""
+    numel = axis_unit_numel(lines)
+    order = tuple(numel)
+    owners, mirrors, holders = (layout.restrict(live) for layout in (before.owners, before.mirrors, before.holders))
+    kept = Layout(
+        {
+            axis: {slot: union(owners.intervals(axis, slot), mirrors.intervals(axis, slot)) for slot in live}
+            for axis in order
+        }
+    )
+    most: dict[int, int] = {}
+    moves = (
+        (after.owners, kept, workload.state_bytes, 1),
+        (after.mirrors, kept, workload.state_bytes, 1),
+        # Master weights are rounded into copies before they are packed.
+        (after.holders, holders, workload.parameter_bytes, 2 - (workload.parameter_bytes >= 4)),
+    )
+    for wanted, have, width, packed in moves:
+        sent: dict[int, int] = {}
+        received: dict[int, int] = {}
+        for piece in fetch([owners, mirrors], wanted, order, have=have, unit_numel=numel).remote():
+            size = (piece.hi - piece.lo) * numel[piece.axis] * width
+            sent[piece.src] = sent.get(piece.src, 0) + size
+            received[piece.dst] = received.get(piece.dst, 0) + size
+        for slot in sent.keys() | received.keys():
+            out, come = sent.get(slot, 0), received.get(slot, 0)
+            most[slot] = max(most.get(slot, 0), out + come, packed * out)
+    return most
 
 
 def expert_unit_bytes(shape: ModelShape, workload: Workload, *, num_replicas: int, mirrored: bool) -> int:
@@ -154,31 +212,6 @@ def expert_units_limit(memory: Memory, slot: int, limit_bytes: int, *, held_unit
     return max(0, (limit_bytes - rest) // unit_bytes)
 
 
-def _staging(plan: Plan, workload: Workload, lines: Lines) -> dict[int, int]:
-    """Two messages of the largest bucket, or the one message of everything: gradients sent, sums received.
-
-    A slot packs what others own of what it holds, and gets from each other holder what it owns.
-    """
-    numel = axis_unit_numel(lines)
-    buckets: dict[int, dict[int, float]] = {}
-    for axis, line in axis_lines(lines).items():
-        bucket = buckets.setdefault(line.layer if workload.buckets else 0, dict.fromkeys(plan.slots, 0.0))
-        held = {slot: count_units(units) for slot, units in plan.holders.by_slot(axis).items()}
-        owned = {slot: count_units(units) for slot, units in plan.owners.by_slot(axis).items()}
-        copies = sum(held.values()) / line.num_units
-        # A collective adds up on the way; straight to the owner every holder's piece has its own place.
-        pieces = 1.0 if workload.grad_sync == "reduce_scatter" else max(copies - 1, 0.0)
-        for slot, units in held.items():
-            bucket[slot] += max(units - owned.get(slot, 0), 0) * numel[axis]
-        for slot, units in owned.items():
-            bucket[slot] += units * pieces * numel[axis]
-    in_flight = 2 if workload.buckets else 1
-    return {
-        slot: in_flight * workload.accumulation_bytes * ceil(max(bucket[slot] for bucket in buckets.values()))
-        for slot in plan.slots
-    }
-
-
 def _activations(
     plan: Plan,
     shape: ModelShape,
@@ -186,14 +219,16 @@ def _activations(
     lines: Lines,
     loads: ExpertLoads | None,
     shares: Floats | None,
-) -> dict[int, int]:
+) -> Activations:
     """Tensors that the backward needs, for one micro-batch; rows as expected from the loads."""
     layers = expert_axes(lines)
     popularity = (loads or ExpertLoads.uniform(len(layers), shape.num_experts)).normalised().mean
     chance = inclusion(popularity, shape.top_k)
     where = [axis_lines(lines)[axis].layer for axis in layers]
-    found: dict[int, int] = {}
-    known: dict[object, list[float]] = {}
+    num_layers = 1 + max(where)
+    found = Activations.zeros(num_layers, len(plan.slots))
+    column = {slot: index for index, slot in enumerate(plan.slots)}
+    known: dict[object, Activations] = {}
     lanes_of: dict[int, list[Lane]] = {}
     for lane in plan.lanes:
         lanes_of.setdefault(lane.replica, []).append(lane)
@@ -203,8 +238,9 @@ def _activations(
             tuple((tuple(map(slots.index, lane.slots)), lane.num_sequences) for lane in lanes),
             tuple(tuple(by.get(slot, ()) for slot in slots) for by in plan.holders.cuts.values()),
         )
+        here = [column[slot] for slot in slots]
         if shares is None and key in known:
-            found |= {slot: ceil(size) for slot, size in zip(slots, known[key], strict=True)}
+            found.put(here, known[key])
             continue
         units, mine = expert_units(plan.holders, slots, lines)
         if shares is not None:
@@ -217,21 +253,48 @@ def _activations(
             own[places] = tokens[places] / len(places)
         rows = own.sum() * hit_chance(chance, mine, shape.top_k)
         pairs = own.sum() * shape.top_k * popularity[:, :, None] * mine
+        neurons = (pairs * units * shape.neuron_block).sum(axis=1)
         # Rows as received, and gate and up of every slice's neurons.
-        experts = rows * shape.hidden_size + 2 * (pairs * units * shape.neuron_block).sum(axis=1)
+        experts = rows * shape.hidden_size + 2 * neurons
         per_layer = _attention_bytes(plan, slots, shape, workload, lines, tokens, own)
         per_layer[where] += experts * workload.parameter_bytes
+        one = Activations.zeros(num_layers, len(slots))
         if workload.recompute:
-            inputs = len(per_layer) * own * shape.hidden_size * workload.parameter_bytes
-            needed = inputs + per_layer.max(axis=0)
+            one.again[:] = per_layer
+            one.kept[:-1] = own * shape.hidden_size * workload.parameter_bytes
         else:
-            needed = per_layer.sum(axis=0)
+            one.kept[:-1] = per_layer
         # Logits and their gradient, in the parameters' and in the accumulation dtype.
         logits = tokens * vocab_rows(plan.holders, slots, lines)
-        needed = needed + logits * 2 * (workload.parameter_bytes + workload.accumulation_bytes)
-        known[key] = needed.tolist()
-        found |= {slot: ceil(size) for slot, size in zip(slots, known[key], strict=True)}
+        one.kept[-1] = logits * 2 * (workload.parameter_bytes + workload.accumulation_bytes)
+        one.passing[where] = _expert_backward_bytes(shape, workload, rows, pairs, units)
+        known[key] = one
+        found.put(here, one)
     return found
+
+
+def _expert_backward_bytes(
+    shape: ModelShape, workload: Workload, rows: Floats, visits: Floats, units: Floats
+) -> Floats:
+    """[m, s]: what the backward of the experts has alive in the end beside what forward kept and weights' gradients.
+
+    Of each neuron that a token visits: the gate's activation, the product, its gradient and those of gate and up; where
+    sums are wider, one gradient in their dtype too. Of each visit: gradient of the output, the same weighted, and the
+    row. Full experts come together, slices one after the other. Of each row the gradients that came and that go back.
+
+    Args:
+        shape: the model.
+        workload: the step.
+        rows: [m, s] that a slot receives.
+        visits: [m, e, s] of tokens to experts; a row may make several.
+        units: [m, e, s] of experts that a slot holds.
+    """
+    narrow, wide = workload.parameter_bytes, workload.accumulation_bytes
+    per_neuron = 5 * narrow + (wide if wide > narrow else 0)
+    sizes = visits * (units * shape.neuron_block * per_neuron + 3 * narrow * shape.hidden_size) * (units > 0)
+    full = units == shape.units_per_expert
+    at_once = np.maximum((sizes * full).sum(axis=1), (sizes * ~full).max(axis=1))
+    return np.asarray(at_once + shape.hidden_size * (narrow + wide) * rows)
 
 
 def _attention_bytes(

@@ -20,6 +20,8 @@ class PlacementCost:
             smaller GEMMs.
         units_per_expert: units that an expert is cut into.
         tokens: pairs of token and expert that are routed per layer and step in this replica.
+        far_sum_s: seconds that a slot takes longer to send the gradients of a whole expert to an owner in another
+            scale-up domain, and to get the parameters back, than to one in its own; 0 where that is hidden.
     """
 
     token_s: float
@@ -27,6 +29,7 @@ class PlacementCost:
     piece_s: float
     units_per_expert: int
     tokens: float
+    far_sum_s: float = 0.0
 
     def __post_init__(self) -> None:
         errors = [
@@ -36,6 +39,7 @@ class PlacementCost:
                 ("row_s", self.row_s),
                 ("piece_s", self.piece_s),
                 ("tokens", self.tokens),
+                ("far_sum_s", self.far_sum_s),
             )
             if not (math.isfinite(value) and value >= 0)
         ]
@@ -43,3 +47,12 @@ class PlacementCost:
             errors.append(f"units_per_expert ({self.units_per_expert}) must be at least 1; 1 means uncut")
         if errors:
             raise ValueError("placement cost: " + "; ".join(errors) + "; check the hardware profile")
+
+    @property
+    def far_sum_share(self) -> float:
+        """What the sum of one copy's gradients between scale-up domains adds to a step, in shares of a layer's experts.
+
+        Sums are spread over as many slots as the tokens of a layer are, so their number does not matter.
+        """
+        layer_s = (self.token_s + self.row_s) * self.tokens
+        return self.far_sum_s / layer_s if layer_s > 0 else 0.0

@@ -111,9 +111,7 @@ def replica_time(
     work = _Work(holders, slots, lanes, kernels, hardware, lines, domains, speeds)
     counts = np.array([lane.num_sequences for lane in lanes])
     rounds = max(1, ceil(counts.max() / workload.micro_batch_size))
-    sizes = np.array(
-        [np.clip(counts - start * workload.micro_batch_size, 0, workload.micro_batch_size) for start in range(rounds)]
-    )
+    sizes = np.array([counts * (index + 1) // rounds - counts * index // rounds for index in range(rounds)])
     for sequences, repeats in zip(*np.unique(sizes, axis=0, return_counts=True), strict=True):
         tokens = sequences.astype(np.float64) * workload.seq_len
         rows = tokens.sum() * top_k * popularity[:, :, None] * shares
@@ -209,7 +207,8 @@ class _Work:
             inside = self.domains == domain
             near_tokens = own_tokens[inside].sum()
             near_hits = hits[:, inside].sum(axis=1, keepdims=True)
-            far_hits = hits.sum(axis=1, keepdims=True) - near_hits
+            # Summed, not a difference: a rounding error would count as a message over the network.
+            far_hits = hits[:, ~inside].sum(axis=1, keepdims=True)
             by_link[SCALE_UP, 0][:, inside] = own_tokens[inside] * (near_hits - hits[:, inside])
             by_link[SCALE_UP, 1][:, inside] = hits[:, inside] * (near_tokens - own_tokens[inside])
             by_link[NETWORK, 0][:, inside] = own_tokens[inside] * far_hits

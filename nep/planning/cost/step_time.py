@@ -10,7 +10,7 @@ What is left out is listed in ``docs/planner-cost-model.md``.
 """
 
 import math
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 
 import numpy as np
@@ -19,13 +19,15 @@ from nep.planning.cluster import Cluster
 from nep.planning.cost.hardware import HardwareProfile, scale_up_domains
 from nep.planning.cost.held import Floats, elements, expert_axes
 from nep.planning.cost.kernels import Busy, Kernels
+from nep.planning.cost.known_times import KnownTimes, lanes_by_replica
+from nep.planning.cost.overlap import beside_transfers, bucket_seconds, exposed_return, exposed_sums
 from nep.planning.cost.placement_cost import PlacementCost
 from nep.planning.cost.replica_time import ReplicaTime, replica_time, row_bytes
-from nep.planning.cost.traffic import grad_traffic, mirror_traffic, transfer_traffic
+from nep.planning.cost.traffic import Traffic, grad_traffic, mirror_traffic, transfer_traffic
 from nep.planning.cost.workload import Workload
 from nep.planning.layout import Lines, axis_lines
 from nep.planning.loads import ExpertLoads
-from nep.planning.plan import Lane, Plan
+from nep.planning.plan import Plan
 from nep.planning.shapes import ModelShape, parameter_lines
 from nep.planning.transfer import Transfer
 
@@ -113,6 +115,7 @@ def step_time(
     hardware: HardwareProfile,
     loads: ExpertLoads | None = None,
     shares: Floats | None = None,
+    known: KnownTimes | None = None,
 ) -> StepTime:
     """Predicts one step.
 
@@ -125,6 +128,7 @@ def step_time(
         loads: of the MoE layers; None means equal loads.
         shares: [layers, experts, slots], share of an expert's tokens that goes to each of ``plan.slots``; in
             every replica the holders of a unit share it out. None: copies of a unit share evenly.
+        known: what was computed before with the same model, workload, hardware and loads; more is added.
 
     Raises:
         ValueError: if plan, model, workload, loads or cluster do not fit each other.
@@ -134,7 +138,9 @@ def step_time(
     _check(plan, shape, workload, cluster, loads, len(layers))
     domains = scale_up_domains(cluster, hardware)
     popularity = (loads or ExpertLoads.uniform(len(layers), shape.num_experts)).normalised().mean
-    replicas = _replica_times(plan, shape, workload, hardware, lines, domains, popularity, shares)
+    replicas = _replica_times(
+        plan, shape, workload, hardware, lines, domains, popularity, shares, known or KnownTimes()
+    )
     slowest = max(range(len(replicas)), key=lambda index: (replicas[index].seconds, -index))
     parts = dict.fromkeys(PARTS, 0.0) | dict(replicas[slowest].parts)
     by_slot = {slot: dict.fromkeys(PARTS, 0.0) for slot in plan.slots}
@@ -142,9 +148,9 @@ def step_time(
         for slot, busy in replica.by_slot.items():
             by_slot[slot].update(busy)
     binding = {part: Binding(*bound) for part, bound in replicas[slowest].binding.items()}
-    _between_replicas(plan, shape, workload, hardware, lines, domains, parts, by_slot, binding)
+    inside = _between_replicas(plan, shape, workload, hardware, lines, domains, parts, by_slot, binding)
     if workload.overlap:
-        _overlap(parts, workload, replicas[slowest].rounds, shape.num_layers)
+        _overlap(parts, plan, workload, hardware, lines, domains, replicas, inside)
     tokens = sum(replica.tokens for replica in replicas)
     rows = sum(replica.rows_per_token * replica.tokens for replica in replicas)
     return StepTime(
@@ -168,6 +174,7 @@ def replica_seconds(
     hardware: HardwareProfile,
     loads: ExpertLoads | None = None,
     shares: Floats | None = None,
+    known: KnownTimes | None = None,
 ) -> tuple[float, ...]:
     """Forward and backward of each replica: all of a step that depends on how the batch is shared.
 
@@ -177,7 +184,7 @@ def replica_seconds(
     num_layers = len(expert_axes(lines))
     domains = scale_up_domains(cluster, hardware)
     popularity = (loads or ExpertLoads.uniform(num_layers, shape.num_experts)).normalised().mean
-    times = _replica_times(plan, shape, workload, hardware, lines, domains, popularity, shares)
+    times = _replica_times(plan, shape, workload, hardware, lines, domains, popularity, shares, known or KnownTimes())
     return tuple(time.seconds for time in times)
 
 
@@ -189,6 +196,7 @@ def placement_cost(
     num_replicas: int = 1,
     lanes: int = 1,
     crosses_domains: bool = False,
+    far_rows: float = 1.0,
 ) -> PlacementCost:
     """The prices of one MoE layer that placing experts depends on, of a replica with an equal share.
 
@@ -199,6 +207,7 @@ def placement_cost(
         num_replicas: the global batch is shared over them.
         lanes: lanes of a replica; with the micro-batch they tell in how many rounds the batch runs.
         crosses_domains: rows go over the network, since the replica has slots in several scale-up domains.
+        far_rows: part of a slot's rows that come from other domains, if it does.
     """
     if num_replicas < 1 or lanes < 1:
         raise ValueError(f"num_replicas ({num_replicas}) and lanes ({lanes}) must be at least 1")
@@ -219,9 +228,29 @@ def placement_cost(
     smallest = (seconds(2 * rows, 1) - seconds(rows, 1)) / rows
     token_s = max(slope - smallest, 0.0) * whole / (whole - 1) if whole > 1 else slope
     piece_s = rounds * max(once - slope * rows, 0.0)
-    link = hardware.network if crosses_domains else hardware.scale_up
-    row_s = slope - token_s + row_bytes(shape, workload) * link.seconds_per_byte
-    return PlacementCost(token_s=token_s, row_s=row_s, piece_s=piece_s, units_per_expert=whole, tokens=pairs)
+    near, far = hardware.scale_up.seconds_per_byte, hardware.network.seconds_per_byte
+    # The two links work side by side.
+    byte_s = max(near * (1 - far_rows), far * far_rows) if crosses_domains else near
+    row_s = slope - token_s + row_bytes(shape, workload) * byte_s
+    return PlacementCost(
+        token_s=token_s,
+        row_s=row_s,
+        piece_s=piece_s,
+        units_per_expert=whole,
+        tokens=pairs,
+        far_sum_s=_far_sum_seconds(shape, workload, hardware),
+    )
+
+
+def _far_sum_seconds(shape: ModelShape, workload: Workload, hardware: HardwareProfile) -> float:
+    """By how much longer an expert's gradients and parameters take between scale-up domains than inside one.
+
+    Where they overlap with products, only the last bucket of as many as there are layers is not hidden.
+    """
+    numel = 3 * shape.ffn_hidden_size * shape.hidden_size
+    num_bytes = numel * (workload.accumulation_bytes + workload.parameter_bytes)
+    per_byte = hardware.network.seconds_per_byte - hardware.scale_up.seconds_per_byte
+    return max(0.0, num_bytes * per_byte) / (shape.num_layers if workload.overlap else 1)
 
 
 def transfer_seconds(
@@ -278,33 +307,17 @@ def _replica_times(
     domains: Mapping[int, int],
     popularity: Floats,
     shares: Floats | None,
+    known: KnownTimes,
 ) -> list[ReplicaTime]:
     """Time of each replica; replicas that are alike are computed once."""
-    known: dict[object, ReplicaTime] = {}
     times: list[ReplicaTime] = []
     speed_of = dict(zip(plan.slots, plan.speeds_ppm, strict=True))
-    lanes_of: dict[int, list[Lane]] = {}
-    for lane in plan.lanes:
-        lanes_of.setdefault(lane.replica, []).append(lane)
-    for index, slots in enumerate(plan.replicas):
-        lanes = tuple(lanes_of.get(index, ()))
-        places = {slot: place for place, slot in enumerate(slots)}
-        first = min(domains[slot] for slot in slots)
-        key = None
-        if shares is None:
-            key = (
-                tuple((tuple(places[slot] for slot in lane.slots), lane.num_sequences) for lane in lanes),
-                tuple(speed_of[slot] for slot in slots),
-                tuple(domains[slot] - first for slot in slots),
-                tuple(tuple(by.get(slot, ()) for slot in slots) for by in plan.holders.cuts.values()),
-            )
-        if key is not None and key in known:
-            times.append(known[key].moved_to(slots))
+    position = {slot: place for place, slot in enumerate(plan.slots)} if shares is not None else {}
+    for index, (slots, lanes) in enumerate(zip(plan.replicas, lanes_by_replica(plan), strict=True)):
+        key = known.key(plan, index, lanes, speed_of, domains) if shares is None else None
+        if key is not None and key in known.times:
+            times.append(known.times[key].moved_to(slots))
             continue
-        columns = None
-        if shares is not None:
-            position = {slot: place for place, slot in enumerate(plan.slots)}
-            columns = shares[:, :, [position[slot] for slot in slots]]
         time = replica_time(
             plan.holders,
             slots,
@@ -316,10 +329,10 @@ def _replica_times(
             domains=np.array([domains[slot] for slot in slots]),
             speeds=np.array([speed_of[slot] / 1e6 for slot in slots]),
             popularity=popularity,
-            shares=columns,
+            shares=None if shares is None else shares[:, :, [position[slot] for slot in slots]],
         )
         if key is not None:
-            known[key] = time
+            known.times[key] = time
         times.append(time)
     return times
 
@@ -334,8 +347,8 @@ def _between_replicas(
     parts: dict[str, float],
     by_slot: Mapping[int, dict[str, float]],
     binding: dict[str, Binding],
-) -> None:
-    """Adds the parts after the backward, in place."""
+) -> Traffic:
+    """Adds the parts after the backward, in place; returns what collectives inside classes move."""
 
     def add(part: str, seconds: Floats, resource: str) -> None:
         busiest = int(np.argmax(seconds))
@@ -363,25 +376,40 @@ def _between_replicas(
     update: Busy = Kernels(shape, workload, hardware).optimizer(owned, mirrored)
     add("optimizer", update.total / speeds, "memory")
     add("vote", np.full(len(plan.slots), _vote_seconds(plan, hardware, domains)), "latency")
+    return inside_classes
 
 
-def _overlap(parts: dict[str, float], workload: Workload, rounds: int, num_layers: int) -> None:
-    """Leaves of the parts between replicas what the products beside them do not hide, in place.
-
-    Only products hide anything: dispatch wants the links itself. Gradients are complete in the last round.
-    """
-    products = sum(parts[part] for part in ("expert_gemm", "attention", "dense")) / rounds
-    backward = products * (3 / 4 if workload.recompute else 2 / 3)
+def _overlap(
+    parts: dict[str, float],
+    plan: Plan,
+    workload: Workload,
+    hardware: HardwareProfile,
+    lines: Lines,
+    domains: Mapping[int, int],
+    replicas: Sequence[ReplicaTime],
+    inside: Traffic,
+) -> None:
+    """Leaves of the parts between replicas what the last backward and the first forward do not hide, in place."""
+    buckets = bucket_seconds(plan, lines, domains, hardware, workload, inside)
+    times = [beside_transfers(replica, lanes, domains, workload) for replica, lanes in _with_lanes(plan, replicas)]
+    of_slot = [times[plan.replica_of(slot)] for slot in plan.slots]
+    num_layers = len(buckets) - 2
+    backward = np.array([time.backward_s for time in of_slot])
+    starts = np.array([time.seconds for time in of_slot]) - backward
     sums = parts["grad_sync"] + parts["mirror"]
-    sticks_out = _exposed(sums, backward, num_layers) / sums if sums else 0.0
+    sticks_out = exposed_sums(buckets, backward / num_layers, starts) / sums if sums else 0.0
     parts["grad_sync"] *= sticks_out
     parts["mirror"] *= sticks_out
-    parts["parameter_return"] = _exposed(parts["parameter_return"], products / 3, num_layers)
+    slowest = max(times, key=lambda time: time.seconds)
+    parts["parameter_return"] = exposed_return(buckets, slowest.forward_s / num_layers)
 
 
-def _exposed(seconds: float, beside: float, buckets: int) -> float:
-    """What sticks out of a pipeline of equal buckets: the last one, or all that the other work is too short for."""
-    return max(seconds / buckets, seconds - beside + beside / buckets)
+def _with_lanes(plan: Plan, replicas: Sequence[ReplicaTime]) -> list[tuple[ReplicaTime, list[int]]]:
+    """Every replica's time and the sequences of its lanes."""
+    sequences: list[list[int]] = [[] for _ in replicas]
+    for lane in plan.lanes:
+        sequences[lane.replica].append(lane.num_sequences)
+    return list(zip(replicas, sequences, strict=True))
 
 
 def _vote_seconds(plan: Plan, hardware: HardwareProfile, domains: Mapping[int, int]) -> float:

@@ -84,7 +84,7 @@ def redeal_cut(cut: Integers, held: Held, units_per_expert: int) -> list[list[In
         units_per_expert: units of an expert.
 
     Returns:
-        ``[layer][slot]``, in storage order.
+        ``[layer][slot]``, in storage order. Layers that are and were cut alike share their lists.
     """
     num_experts = cut.shape[1]
     before = count_cut(held, num_experts, units_per_expert)
@@ -95,7 +95,12 @@ def redeal_cut(cut: Integers, held: Held, units_per_expert: int) -> list[list[In
             # Some unit is held twice: where the cut has no copies, equal counts may hide that another is missing.
             changed[layer] |= cut[layer].sum(axis=1) <= units_per_expert
     dealt: list[list[Intervals]] = []
+    known: dict[tuple[bytes, tuple[Intervals, ...]], list[Intervals]] = {}
     for layer, of_slots in enumerate(held):
+        key = (cut[layer].tobytes(), tuple(of_slots))
+        if key in known:
+            dealt.append(known[key])
+            continue
         now = list(of_slots)
         fresh: dict[int, list[Interval]] = {}
         gone: list[Interval] = []
@@ -109,6 +114,7 @@ def redeal_cut(cut: Integers, held: Held, units_per_expert: int) -> list[list[In
             for place in sorted(touched):
                 kept = subtract(of_slots[place], gone)
                 now[place] = _keep_order(of_slots[place], (*kept, *fresh.get(place, ())), units_per_expert)
+        known[key] = now
         dealt.append(now)
     return dealt
 

@@ -33,11 +33,14 @@ def make_lanes(
     return tuple(Lane(replica, slots, share) for (replica, slots), share in zip(places, shares, strict=True))
 
 
-def batch_choices(lanes: Sequence[Lane], speeds_ppm: Mapping[int, int]) -> list[tuple[Lane, ...]]:
+def batch_choices(
+    lanes: Sequence[Lane], speeds_ppm: Mapping[int, int], micro_batch_size: int = 1
+) -> list[tuple[Lane, ...]]:
     """Ways to share the batch of these lanes: as it is, by speed, by the speed of replicas only, and evenly.
 
     A slow lane holds up its replica in attention, but a fast one that gets a micro-batch more makes a round more.
-    Which is worse depends on the numbers.
+    Which is worse depends on the numbers. So there is one more way: no more rounds than lanes of equal speed would
+    make, and what of these need not be full is left to the slow lanes.
     """
     batch = sum(lane.num_sequences for lane in lanes)
     speeds = [sum(speeds_ppm[slot] for slot in lane.slots) for lane in lanes]
@@ -45,16 +48,21 @@ def batch_choices(lanes: Sequence[Lane], speeds_ppm: Mapping[int, int]) -> list[
     of_replica: dict[int, list[int]] = {}
     for index, lane in enumerate(lanes):
         of_replica.setdefault(lane.replica, []).append(index)
-    by_replica = [0] * len(lanes)
+    by_replica, slow_last = [0] * len(lanes), [0] * len(lanes)
     shares = split_sequences(batch, [sum(speeds[index] for index in members) for members in of_replica.values()])
     for members, share in zip(of_replica.values(), shares, strict=True):
         for index, part in zip(members, split_sequences(share, [sizes[index] for index in members]), strict=True):
             by_replica[index] = part
+        room = -(-share // (len(members) * micro_batch_size)) * micro_batch_size
+        for index in sorted(members, key=lambda index: (-speeds[index], index)):
+            slow_last[index] = min(room, share)
+            share -= slow_last[index]
     ways = [
         [lane.num_sequences for lane in lanes],
         split_sequences(batch, speeds),
         by_replica,
         split_sequences(batch, sizes),
+        slow_last,
     ]
     return [
         tuple(replace(lane, num_sequences=part) for lane, part in zip(lanes, way, strict=True))
@@ -78,14 +86,59 @@ def share_by_pace(lanes: Sequence[Lane], seconds: Sequence[float]) -> tuple[Lane
     if fastest == 0.0:
         return tuple(lanes)
     shares = split_sequences(sum(sequences), [round(pace / fastest * 1_000_000_000) for pace in paces])
+    return _share_in_replicas(lanes, shares)
+
+
+def fill_rounds(lanes: Sequence[Lane], seconds: Sequence[float], micro_batch_size: int) -> tuple[Lane, ...]:
+    """Takes from the slowest replicas their last round, if it is not full, and gives it to the fastest others.
+
+    A round of few sequences takes nearly as long as a full one where the slots that have some must send them all
+    over the network.
+
+    Args:
+        lanes: with the shares that `seconds` were predicted for.
+        seconds: what each replica takes for its share.
+        micro_batch_size: sequences that a lane runs at a time.
+    """
+    widths, sequences = [0] * len(seconds), [0] * len(seconds)
+    for lane in lanes:
+        widths[lane.replica] += micro_batch_size
+        sequences[lane.replica] += lane.num_sequences
+    slowest = max(seconds)
+    late = [second >= slowest * (1 - 1e-9) for second in seconds]
+    left = 0
+    for index, width in enumerate(widths):
+        over = sequences[index] % width
+        if late[index] and over < sequences[index]:
+            sequences[index] -= over
+            left += over
+    others = sorted((index for index in range(len(seconds)) if not late[index]), key=lambda i: (seconds[i], i))
+    if not left or not others:
+        return tuple(lanes)
+    # Places in rounds that are begun, then a round more each, the fastest first.
+    for index in others:
+        more = min(left, -sequences[index] % widths[index])
+        sequences[index] += more
+        left -= more
+    while left:
+        for index in others:
+            more = min(left, widths[index])
+            sequences[index] += more
+            left -= more
+    return _share_in_replicas(lanes, sequences)
+
+
+def _share_in_replicas(lanes: Sequence[Lane], sequences: Sequence[int]) -> tuple[Lane, ...]:
+    """The lanes with these sequences of each replica, shared out by their slots."""
     members: dict[int, list[int]] = {}
     for index, lane in enumerate(lanes):
         members.setdefault(lane.replica, []).append(index)
     shared = list(lanes)
     for replica, indices in members.items():
-        parts = split_sequences(shares[replica], [len(lanes[index].slots) for index in indices])
+        parts = split_sequences(sequences[replica], [len(lanes[index].slots) for index in indices])
         for index, part in zip(indices, parts, strict=True):
-            shared[index] = replace(lanes[index], num_sequences=part)
+            if part != lanes[index].num_sequences:
+                shared[index] = replace(lanes[index], num_sequences=part)
     return tuple(shared)
 
 

@@ -90,10 +90,15 @@ def assign_owners(holders: Layout, owners: Cuts, lines: Lines) -> tuple[Layout, 
     orphans = _find_orphans(holders, owners, lines, sizes, position)
     loads = _numel(owners, sizes, position) if orphans else np.zeros(0, dtype=np.int64)
     order = sorted(range(len(orphans)), key=lambda i: (orphans[i].candidates.size, -orphans[i].unit_size, i))
+    # Each group fills what the others leave if these are shared evenly. Without looking ahead, slots of a chain of
+    # pairs would own all or nothing, and some receive every sum.
+    even = [count_units(group.intervals) * group.unit_size // group.candidates.size for group in orphans]
+    for group, share in zip(orphans, even, strict=True):
+        loads[group.candidates] += share
     gained: Assigned = {}
     for index in order:
         group = orphans[index]
-        before = loads[group.candidates]
+        before = loads[group.candidates] - even[index]
         counts = water_fill(before, count_units(group.intervals), group.unit_size)
         loads[group.candidates] = before + counts * group.unit_size
         takers = counts.nonzero()[0]

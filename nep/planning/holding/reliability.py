@@ -123,6 +123,29 @@ def recovery_probability(
         ValueError: if there are fewer slots or nodes than failures, or numbers are out of range.
     """
     graph = death_graph(plan, cluster, by)
+    return chance_of(graph, num_failures, by=by, seed=seed, num_samples=num_samples)
+
+
+def chance_of(
+    graph: DeathGraph,
+    num_failures: int,
+    *,
+    by: Literal["slot", "node"] = "slot",
+    seed: int = 0,
+    num_samples: int = 20_000,
+) -> RecoveryProbability:
+    """`recovery_probability` of a plan whose graph is known already.
+
+    Args:
+        graph: of the plan.
+        num_failures: how many die.
+        by: what the vertices are.
+        seed: of the random choices.
+        num_samples: how many.
+
+    Raises:
+        ValueError: if there are fewer vertices than failures, or numbers are out of range.
+    """
     errors: list[str] = []
     if not 0 <= num_failures <= len(graph.vertices):
         errors.append(

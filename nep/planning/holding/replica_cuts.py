@@ -3,7 +3,7 @@
 Replicas that are alike are decided once.
 """
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Hashable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Literal
 
@@ -19,6 +19,7 @@ from nep.planning.placement.place import place
 from nep.planning.placement.problem import Problem
 from nep.planning.placement.repair import repair
 from nep.planning.placement.state import State
+from nep.planning.placement.waiting import least_waiting
 from nep.planning.placement.warm import warm
 from nep.planning.placement.whole import fill_whole, plain_whole
 
@@ -45,19 +46,21 @@ class Prices:
         loads: of its layers.
         speeds_ppm: slot -> relative speed.
         cost_of: slots of a replica -> prices in it.
+        known: whether these are prices of some hardware; otherwise experts are placed by them as they are.
     """
 
     experts: ExpertAxes
     loads: ExpertLoads
     speeds_ppm: Mapping[int, int]
     cost_of: Callable[[Slots], PlacementCost]
+    known: bool = True
 
     @classmethod
     def unknown(cls, experts: ExpertAxes, speeds_ppm: Mapping[int, int]) -> "Prices":
         """Equal loads on unknown hardware."""
         cost = replace(UNKNOWN_COST, units_per_expert=experts.units_per_expert)
         loads = ExpertLoads.uniform(len(experts.names), experts.num_experts)
-        return cls(experts=experts, loads=loads, speeds_ppm=speeds_ppm, cost_of=lambda _: cost)
+        return cls(experts=experts, loads=loads, speeds_ppm=speeds_ppm, cost_of=lambda _: cost, known=False)
 
     def speeds(self, slots: Slots) -> list[float]:
         """Relative speeds, 1 is full."""
@@ -68,6 +71,22 @@ def held_by(holders: Layout, experts: ExpertAxes, slots: Slots) -> Held:
     """What slots hold of the experts; ``()`` for those that hold nothing."""
     cuts = [holders.by_slot(axis) for axis in experts.names]
     return [[by_slot.get(slot, ()) for slot in slots] for by_slot in cuts]
+
+
+class Alike:
+    """Tells replicas apart by what they hold of the experts. Axes that are cut alike share their mapping.
+
+    Args:
+        holders: a layout.
+        experts: the model's expert lines.
+    """
+
+    def __init__(self, holders: Layout, experts: ExpertAxes) -> None:
+        self._cuts = list({id(cut): cut for cut in map(holders.by_slot, experts.names)}.values())
+
+    def key(self, slots: Slots) -> Hashable:
+        """Equal for replicas that hold the same, slot by slot."""
+        return tuple(tuple([by_slot.get(slot, ()) for slot in slots]) for by_slot in self._cuts)
 
 
 class CutsFromScratch:
@@ -83,6 +102,8 @@ class CutsFromScratch:
         self._prices, self._limits, self._way = prices, limits, way
         self._known: dict[object, Integers] = {}
         self._dealt: dict[int, Dealt] = {}
+        self._redealt: dict[Hashable, Dealt] = {}
+        self._alike: tuple[Layout, Alike] | None = None
 
     def place(self, slots: Slots) -> Integers:
         """The cut of one replica, ``[layers, experts, slots]``.
@@ -101,8 +122,16 @@ class CutsFromScratch:
 
     def _place(self, slots: Slots, room: Room) -> Integers:
         loads, speeds, cost = self._prices.loads, self._prices.speeds(slots), self._prices.cost_of(slots)
-        if self._way != "plain":
-            return place(loads, speeds=speeds, cost=cost, memory_units=room, cut=self._way == "cut").units
+
+        def placed(price: PlacementCost, cut: bool) -> Integers:
+            return place(loads, speeds=speeds, cost=price, memory_units=room, cut=cut).units
+
+        if self._way == "whole":
+            return placed(cost, cut=False)
+        if self._way == "cut" and not self._prices.known:
+            return placed(cost, cut=True)
+        if self._way == "cut":
+            return least_waiting(lambda price: placed(price, cut=True), loads, speeds, cost, mix=room is None)
         state, complete = plain_whole(Problem.of(loads, speeds=speeds, cost=cost, memory_units=room))
         if not complete.all():
             raise ValueError("memory has no room for every expert whole; allow cuts or free memory")
@@ -112,9 +141,15 @@ class CutsFromScratch:
         """Which units each slot of a replica holds; with holders of now, such that few change slots."""
         units, size = self.place(slots), self._prices.experts.units_per_expert
         if holders is not None:
-            held = held_by(holders, self._prices.experts, slots)
-            before = count_cut(held, self._prices.experts.num_experts, size)
-            return redeal_cut(self._matched(units, before, slots), held, size)
+            if self._alike is None or self._alike[0] is not holders:
+                self._alike = (holders, Alike(holders, self._prices.experts))
+            limits = None if self._limits is None else tuple(self._limits[slot] for slot in slots)
+            key = (id(units), tuple(self._prices.speeds(slots)), limits, self._alike[1].key(slots))
+            if key not in self._redealt:
+                held = held_by(holders, self._prices.experts, slots)
+                before = count_cut(held, self._prices.experts.num_experts, size)
+                self._redealt[key] = redeal_cut(self._matched(units, before, slots), held, size)
+            return self._redealt[key]
         if id(units) not in self._dealt:
             self._dealt[id(units)] = deal_cut(units, size)
         return self._dealt[id(units)]
@@ -174,8 +209,12 @@ def repair_cuts(
         speeds, cost = prices.speeds(slots), prices.cost_of(slots)
         if not cut:
             return _repair_whole(Problem.of(prices.loads, speeds=speeds, cost=cost, memory_units=room), before)
+
+        def at(price: PlacementCost) -> Integers:
+            return repair(before, (), prices.loads, speeds=speeds, cost=price, memory_units=room).units
+
         try:
-            return repair(before, (), prices.loads, speeds=speeds, cost=cost, memory_units=room).units
+            return least_waiting(at, prices.loads, speeds, cost, mix=room is None)
         except RuntimeError as error:
             raise ValueError(f"survivors have no room for what was lost: {error}") from error
 
@@ -212,15 +251,19 @@ def adapt_cuts(
     experts = prices.experts
 
     def adapted(before: Integers, slots: Slots, room: Room) -> Integers:
-        return warm(
-            before,
-            prices.loads,
-            speeds=prices.speeds(slots),
-            cost=prices.cost_of(slots),
-            memory_units=room,
-            budget_units=int(budget * experts.num_units),
-            unit_s=unit_s,
-        ).units
+        def at(price: PlacementCost) -> Integers:
+            return warm(
+                before,
+                prices.loads,
+                speeds=prices.speeds(slots),
+                cost=price,
+                memory_units=room,
+                budget_units=int(budget * experts.num_units),
+                unit_s=unit_s,
+            ).units
+
+        speeds, cost = prices.speeds(slots), prices.cost_of(slots)
+        return least_waiting(at, prices.loads, speeds, cost, before=before, unit_s=unit_s)
 
     return _recut(holders, replicas, prices, limits, adapted)
 
@@ -234,13 +277,14 @@ def _recut(
 ) -> list[Dealt]:
     """Changes the cut of every replica; of those that are alike, once."""
     experts = prices.experts
-    known: dict[object, Dealt] = {}
+    alike = Alike(holders, experts)
+    known: dict[Hashable, Dealt] = {}
     changed: list[Dealt] = []
     for slots in replicas:
-        held = held_by(holders, experts, slots)
         room = None if limits is None else tuple(limits[slot] for slot in slots)
-        key = (tuple(prices.speeds(slots)), prices.cost_of(slots), room, tuple(tuple(of_layer) for of_layer in held))
+        key = (tuple(prices.speeds(slots)), prices.cost_of(slots), room, alike.key(slots))
         if key not in known:
+            held = held_by(holders, experts, slots)
             before = count_cut(held, experts.num_experts, experts.units_per_expert)
             after = change(before, slots, None if room is None else np.array(room))
             known[key] = redeal_cut(after, held, experts.units_per_expert)

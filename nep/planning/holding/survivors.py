@@ -111,11 +111,15 @@ def _share_evenly(
 
 
 def _with(experts: ExpertAxes, kept: Cuts, damaged: Sequence[Sequence[int]], repaired: Sequence[Dealt]) -> Cuts:
-    """What everybody holds once damaged replicas are repaired."""
+    """What everybody holds once damaged replicas are repaired; axes that are cut alike share their mapping."""
+    known: dict[tuple[int, ...], Mapping[int, Intervals]] = {}
     cuts: Cuts = {}
     for layer, axis in enumerate(experts.names):
-        now = dict(kept[axis])
-        for slots, dealt in zip(damaged, repaired, strict=True):
-            now |= zip(slots, dealt[layer], strict=True)
-        cuts[axis] = now
+        key = (id(kept[axis]), *(id(dealt[layer]) for dealt in repaired))
+        if key not in known:
+            now = dict(kept[axis])
+            for slots, dealt in zip(damaged, repaired, strict=True):
+                now |= zip(slots, dealt[layer], strict=True)
+            known[key] = now
+        cuts[axis] = known[key]
     return cuts

@@ -12,11 +12,14 @@ from nep.planning.placement.paying_cuts import cut_what_pays, polish
 from nep.planning.placement.pool import loose_limits, relabel, split_pool
 from nep.planning.placement.problem import Cut, Floats, Integers, Problem, slot_seconds
 from nep.planning.placement.state import State
+from nep.planning.placement.warm import improve
 from nep.planning.placement.whole import fill_whole, plain_whole
 from nep.planning.placement.window import window_cut
 
 _NEAR_BOUND = 0.001
 """A layer this near its bound is not planned in yet another way."""
+_PAIRS = 100_000
+"""Pairs of expert and slot, over all layers, beyond which the last way is left out."""
 _TIGHT_LOSS = 0.005
 """Part of the seconds that layers with tight memory may cost before more of them are made to share the burden."""
 
@@ -159,8 +162,8 @@ class _Best:
         nothing = np.zeros((0, self.problem.num_slots, self.problem.num_experts), dtype=np.int64)
         self.offer(name, np.arange(0), nothing, note)
 
-    def placement(self, bound: Bound) -> Placement:
-        """The result."""
+    def held(self) -> Integers:
+        """``[L, S, E]``, the best cut of every layer so far."""
         held = np.empty((0, 0, 0), dtype=np.int64)
         for index, one in enumerate(self._tries):
             won = np.flatnonzero(self._winner[one.layers] == index)
@@ -170,6 +173,11 @@ class _Best:
                 if not held.size:
                     held = np.empty((self.problem.num_layers, *one.held.shape[1:]), dtype=np.int64)
                 held[one.layers[won]] = one.held[won]
+        return held
+
+    def placement(self, bound: Bound) -> Placement:
+        """The result."""
+        held = self.held()
         considered = tuple(
             Candidate(
                 name=one.name,
@@ -204,6 +212,7 @@ def _place_by_layer(problem: Problem, plain: Problem, cut: bool) -> Placement:
     state = cut_what_pays(problem.guided(), bound.seconds)
     best.offer("whole experts, then cuts that pay", everywhere, state.held)
     _offer_window(best, plain, bound)
+    _offer_moves(best, bound)
     return best.placement(bound)
 
 
@@ -238,6 +247,23 @@ def _offer_window(best: _Best, plain: Problem, bound: Bound) -> None:
         state = State.of(state.problem, state.held)
         polish(state)
         best.offer("window cut, then moves that pay", layers, state.held, note)
+
+
+def _offer_moves(best: _Best, bound: Bound) -> None:
+    """What the best cuts become by moves that gain most for each unit, as a plan in force would be changed.
+
+    They take other paths than `polish`, since a warm start from the same cut must not end in a better one.
+    """
+    layers = np.flatnonzero(best.seconds > bound.seconds * (1 + _NEAR_BOUND))
+    problem = best.problem
+    if layers.size == 0 or layers.size * problem.num_experts * problem.num_slots > _PAIRS:
+        best.skip("moves that pay", "left out where placements are near the bound, or large")
+        return
+    few = problem.select(layers)
+    held = best.held()[layers]
+    after, _, _ = improve(few, held, few.num_layers * few.units_per_layer, 0.0)
+    rest = problem.num_layers - layers.size
+    best.offer("moves that pay", layers, after, f"left out in {rest} layers near the bound" if rest else "")
 
 
 def _improve_whole(best: _Best, plain: State | None) -> None:

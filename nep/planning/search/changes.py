@@ -4,13 +4,13 @@ from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 
 from nep.planning.cluster import Cluster
-from nep.planning.cost.hardware import HardwareProfile
-from nep.planning.cost.step_time import transfer_seconds
+from nep.planning.cost.hardware import HardwareProfile, scale_up_domains
 from nep.planning.cost.workload import Workload
 from nep.planning.intervals import Interval, Intervals, subtract, union
 from nep.planning.layout import Layout, Lines, axis_unit_numel, count_units
 from nep.planning.plan import Plan
 from nep.planning.planner import lost_intervals
+from nep.planning.search.flows import Flow, fetch_flow
 from nep.planning.transfer import Transfer, fetch
 
 Lost = tuple[tuple[str, int, int], ...]
@@ -22,7 +22,8 @@ class Change:
     """The way to a plan.
 
     Attributes:
-        transfers: what travels, by kind: ``parameters``, ``state``, ``mirrors``.
+        transfers: what travels, by kind: ``parameters``, ``state``, ``mirrors``; empty if pieces were not asked for.
+        flows: sums of the same.
         moved_bytes: bytes of all of it.
         seconds: what the transfers take, one kind after the other.
         lost: units whose state nobody has any more.
@@ -30,13 +31,14 @@ class Change:
     """
 
     transfers: Mapping[str, Transfer]
+    flows: Mapping[str, Flow]
     moved_bytes: int
     seconds: float
     lost: Lost
     parts: int
 
 
-NO_CHANGE = Change(transfers={}, moved_bytes=0, seconds=0.0, lost=(), parts=0)
+NO_CHANGE = Change(transfers={}, flows={}, moved_bytes=0, seconds=0.0, lost=(), parts=0)
 """From nothing to a first plan: its state is made in place."""
 
 
@@ -50,6 +52,7 @@ def find_change(
     hardware: HardwareProfile,
     memory_bytes: Mapping[int, int | None],
     in_parts: bool = True,
+    pieces: bool = True,
 ) -> Change:
     """The way from one plan to the next.
 
@@ -65,18 +68,30 @@ def find_change(
         hardware: for the links.
         memory_bytes: slot -> bytes that it may use; None: unknown.
         in_parts: whether whoever carries it out can change a few axes at a time, and free memory in between.
+        pieces: whether pieces are listed one by one; large jobs have millions.
 
     Raises:
         ValueError: if old and new layout do not fit into memory together.
     """
     parts = count_parts(before, after, lines=lines, workload=workload, memory_bytes=memory_bytes, in_parts=in_parts)
-    transfers, lost = _transfers(before, after, cluster, lines)
+    fetches, lost = _fetches(before, after, cluster, lines)
+    numel = axis_unit_numel(lines)
+    order = tuple(numel)
+    transfers: dict[str, Transfer] = {}
+    flows: dict[str, Flow] = {}
+    for kind, (sources, wanted, have) in fetches.items():
+        if pieces:
+            transfers[kind] = fetch(sources, wanted, order, have=have, unit_numel=numel).remote()
+            flows[kind] = Flow.of(transfers[kind], numel)
+        else:
+            flows[kind] = fetch_flow(sources, wanted, order, have, numel)
     moved, seconds = 0, 0.0
-    for kind, transfer in transfers.items():
+    domains = scale_up_domains(cluster, hardware)
+    for kind, flow in flows.items():
         width = workload.parameter_bytes if kind == "parameters" else workload.state_bytes
-        moved += transfer.num_bytes(lines, width)
-        seconds += transfer_seconds(transfer, lines=lines, bytes_per_element=width, cluster=cluster, hardware=hardware)
-    return Change(transfers=transfers, moved_bytes=moved, seconds=seconds, lost=lost, parts=parts)
+        moved += flow.total_numel * width
+        seconds += flow.seconds(hardware, width, domains)
+    return Change(transfers=transfers, flows=flows, moved_bytes=moved, seconds=seconds, lost=lost, parts=parts)
 
 
 def count_parts(
@@ -100,9 +115,7 @@ def count_parts(
     used = dict.fromkeys(after.slots, 0)
     numel = axis_unit_numel(lines)
     for axis, size in numel.items():
-        for slot, num_bytes in sizes.old(axis, size).items():
-            if slot in used:
-                used[slot] += num_bytes
+        sizes.add_old(axis, size, used)
     parts = 0
     extra: dict[int, int] = {}
     freed: dict[int, int] = {}
@@ -129,7 +142,11 @@ def count_parts(
 
 
 class _Sizes:
-    """Bytes of the layouts of two plans."""
+    """Bytes of the layouts of two plans.
+
+    Plans for thousands of slots share mappings between axes and intervals between slots, so what has been counted
+    is remembered by identity; both plans keep these objects alive.
+    """
 
     def __init__(self, before: Plan, after: Plan, workload: Workload) -> None:
         self._wire = (workload.parameter_bytes, workload.state_bytes, workload.state_bytes)
@@ -141,14 +158,18 @@ class _Sizes:
         )
         self._before = before
         self._slots = frozenset(after.slots)
+        self._counts: dict[int, dict[int, int]] = {}
+        self._changed: dict[tuple[int, int], list[int]] = {}
 
-    def old(self, axis: str, unit_numel: int) -> dict[int, int]:
-        """Slot -> bytes that it keeps of an axis in the plan before."""
-        found: dict[int, int] = {}
+    def add_old(self, axis: str, unit_numel: int, used: dict[int, int]) -> None:
+        """Adds what slots keep of an axis in the plan before, for those that are in ``used``."""
         for old, _, width in self._pairs:
-            for slot, intervals in old.by_slot(axis).items():
-                found[slot] = found.get(slot, 0) + count_units(intervals) * unit_numel * width
-        return found
+            by_slot = old.by_slot(axis)
+            if id(by_slot) not in self._counts:
+                self._counts[id(by_slot)] = {slot: count_units(held) for slot, held in by_slot.items() if slot in used}
+            size = unit_numel * width
+            for slot, units in self._counts[id(by_slot)].items():
+                used[slot] += units * size
 
     def change(self, axis: str, unit_numel: int) -> tuple[dict[int, int], dict[int, int]]:
         """Slot -> bytes that changing the axis takes beside the old; and by how much it then needs more or less."""
@@ -156,10 +177,8 @@ class _Sizes:
         after: dict[int, int] = {}
         for (old, new, width), wire in zip(self._pairs, self._wire, strict=True):
             had, have = old.by_slot(axis), new.by_slot(axis)
-            for slot in had.keys() | have.keys():
+            for slot in self._differing(had, have):
                 was, becomes = had.get(slot, ()), have.get(slot, ())
-                if slot not in self._slots or was is becomes or was == becomes:
-                    continue
                 # Parameters of what a slot owns or mirrors can be copied from its own master weights.
                 here = was if old is self._before.holders else self._state(axis, slot)
                 arriving = count_units(subtract(becomes, here)) * wire
@@ -168,8 +187,24 @@ class _Sizes:
                 after[slot] = after.get(slot, 0) + (new_bytes - count_units(was) * width) * unit_numel
         return more, after
 
+    def _differing(self, had: Mapping[int, Intervals], have: Mapping[int, Intervals]) -> list[int]:
+        """Slots that go on and have something else afterwards."""
+        key = (id(had), id(have))
+        if key not in self._changed:
+            self._changed[key] = [
+                slot
+                for slot in had.keys() | have.keys()
+                if slot in self._slots and differ(had.get(slot, ()), have.get(slot, ()))
+            ]
+        return self._changed[key]
+
     def _state(self, axis: str, slot: int) -> Intervals:
         return (*self._before.owners.intervals(axis, slot), *self._before.mirrors.intervals(axis, slot))
+
+
+def differ(was: Intervals, becomes: Intervals) -> bool:
+    """Whether a slot has something else than before, or in another order."""
+    return was is not becomes and was != becomes
 
 
 def _fits(num_bytes: int, limit: int | None) -> bool:
@@ -190,36 +225,52 @@ def _too_much(
     )
 
 
-def _transfers(before: Plan, after: Plan, cluster: Cluster, lines: Lines) -> tuple[dict[str, Transfer], Lost]:
+def _fetches(
+    before: Plan, after: Plan, cluster: Cluster, lines: Lines
+) -> tuple[dict[str, tuple[list[Layout], Layout, Layout]], Lost]:
+    """Kind -> what `fetch` needs to know: sources, what is wanted, what is in place; and what is lost."""
     live = frozenset(cluster.live)
-    owners, mirrors, holders = (layout.restrict(live) for layout in (before.owners, before.mirrors, before.holders))
-    numel = axis_unit_numel(lines)
-    order = tuple(numel)
+    owners, mirrors, holders = (
+        layout if live.issuperset(before.slots) else layout.restrict(live)
+        for layout in (before.owners, before.mirrors, before.holders)
+    )
     lost = tuple(lost_intervals(before, live, lines))
     gone = tuple(
         (axis, lo, hi) for axis, first, last in lost for lo, hi in subtract([(first, last)], holders.covered(axis))
     )
-    state = _both(owners, mirrors)
-    moves = (
-        ("parameters", [owners, mirrors, holders], _without(after.holders, gone), holders),
-        ("state", [owners, mirrors], _without(after.owners, lost), state),
-        ("mirrors", [owners, mirrors], _without(after.mirrors, lost), state),
-    )
-    found = {
-        kind: fetch(sources, wanted, order, have=have, unit_numel=numel).remote()
-        for kind, sources, wanted, have in moves
+    # Most slots keep what they have; those that do are not looked at one by one.
+    params = _without(_news(before.holders, after.holders), gone)
+    owned = _without(_news(before.owners, after.owners), lost)
+    mirrored = _without(_news(before.mirrors, after.mirrors), lost)
+    fetches = {
+        "parameters": ([owners, mirrors, holders], params, holders),
+        "state": ([owners, mirrors], owned, _both(owners, mirrors, owned)),
+        "mirrors": ([owners, mirrors], mirrored, _both(owners, mirrors, mirrored)),
     }
-    return found, lost
+    return fetches, lost
 
 
-def _both(first: Layout, second: Layout) -> Layout:
-    """What slots have in one of two layouts or in both."""
-    cuts: dict[str, dict[int, Intervals]] = {axis: dict(by_slot) for axis, by_slot in first.cuts.items()}
-    for axis, by_slot in second.cuts.items():
-        cut = cuts.setdefault(axis, {})
-        for slot, intervals in by_slot.items():
-            cut[slot] = union(cut[slot], intervals) if slot in cut else intervals
+def _news(before: Layout, after: Layout) -> Layout:
+    """What slots have in the second layout if it is not just what they have in the first."""
+    known: dict[tuple[int, int], dict[int, Intervals]] = {}
+    cuts: dict[str, Mapping[int, Intervals]] = {}
+    for axis, have in after.cuts.items():
+        had = before.by_slot(axis)
+        key = (id(had), id(have))
+        if key not in known:
+            known[key] = {slot: held for slot, held in have.items() if differ(had.get(slot, ()), held)}
+        cuts[axis] = known[key]
     return Layout(cuts)
+
+
+def _both(first: Layout, second: Layout, wanted: Layout) -> Layout:
+    """What slots have in one of two layouts or in both, as far as they want something of the axis."""
+    return Layout(
+        {
+            axis: {slot: union(first.intervals(axis, slot), second.intervals(axis, slot)) for slot in by_slot}
+            for axis, by_slot in wanted.cuts.items()
+        }
+    )
 
 
 def _without(layout: Layout, lost: Sequence[tuple[str, int, int]]) -> Layout:

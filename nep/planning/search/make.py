@@ -5,15 +5,20 @@ hold. A plan that balances better and is slower loses.
 """
 
 from collections.abc import Callable
-from dataclasses import dataclass, field, replace
+from dataclasses import replace
 
 from nep.planning.cluster import Cluster
+from nep.planning.degrees import Degrees
 from nep.planning.holding.replica_cuts import Way
 from nep.planning.holding.replicas import replica_choices
 from nep.planning.plan import Plan
-from nep.planning.search.drafts import Draft, Drafter, NothingNew, Replicas
-from nep.planning.search.report import Refused, report_on
+from nep.planning.search.choice import WORTH_MOVING, Search
+from nep.planning.search.drafts import Draft, Drafter, Replicas
+from nep.planning.search.large import gain_anew, seconds_without
+from nep.planning.search.report import report_on
 from nep.planning.search.request import Planned, PlanRequest
+from nep.planning.search.ways import adapted, by_survivors, from_scratch, kept, pinned
+from nep.planning.search.with_copies import copied
 from nep.planning.validation import check_plan
 
 FULL_SPEED_PPM = 1_000_000
@@ -21,74 +26,29 @@ FULL_SPEED_PPM = 1_000_000
 MORE_THAN_LOST = 0.01
 """Part of the experts that a frugal plan may move beyond what was lost."""
 
-WORTH_MOVING = 1.02
-"""After a loss, how many times the seconds of the best plan a frugal one may take."""
 
-
-def make_plan(request: PlanRequest) -> Planned:
+def make_plan(request: PlanRequest, *, tell: Callable[[str], None] = lambda _: None) -> Planned:
     """The plan, and what there is to say about it. Equal requests give equal plans.
 
     Args:
         request: everything that it depends on.
+        tell: is told what is being worked on; a large job takes a while.
 
     Raises:
         ValueError: if the request contradicts itself, or nothing fits into memory.
     """
     _check(request)
-    drafter = Drafter(request)
+    drafter = Drafter(request, tell)
     search = _from_scratch(drafter) if request.current is None else _onward(drafter, request.current)
+    if not drafter.is_large:
+        search.find_changes()
     best = search.best(request.horizon_steps)
     healthy: Draft | None = best
     if not _is_healthy(request.cluster) or request.current is not None:
+        tell("the same job without damage")
         healthy = _healthy(request, best.plan)
+    tell("report")
     return report_on(drafter, best, search.drafts, search.refused, healthy)
-
-
-@dataclass(eq=False)
-class _Search:
-    """Drafts, and ways that led nowhere.
-
-    Attributes:
-        must_copy: only plans with expert copies may be chosen.
-    """
-
-    must_copy: bool
-    drafts: list[Draft] = field(default_factory=list)
-    refused: list[Refused] = field(default_factory=list)
-
-    def add(
-        self, name: str, make: Callable[[str], Draft], *, frugal: bool = False, only_if_new: bool = False
-    ) -> Draft | None:
-        """Tries one way; None if it led nowhere, or where another one leads."""
-        try:
-            draft = make(name)
-            draft = replace(draft, frugal=frugal, allowed=draft.shares is not None or not self.must_copy)
-        except NothingNew as same:
-            if not only_if_new:
-                self.refused.append(Refused(name, f"comes to the same as {same}"))
-            return None
-        except ValueError as error:
-            self.refused.append(Refused(name, str(error)))
-            return None
-        self.drafts.append(draft)
-        return draft
-
-    def best(self, steps: int) -> Draft:
-        """The draft with the fewest seconds until so many steps are done; the first of equals.
-
-        After a loss a frugal one is preferred: the job stands still while state travels, and what others gain can
-        still be had when it runs.
-
-        Raises:
-            ValueError: if there is none.
-        """
-        allowed = [draft for draft in self.drafts if draft.allowed]
-        if not allowed:
-            raise ValueError(self.refused[0].why)
-        best = min(allowed, key=lambda draft: draft.seconds(steps))
-        frugal = [draft for draft in allowed if draft.frugal]
-        first = min(frugal, key=lambda draft: draft.seconds(steps), default=best)
-        return first if first.seconds(steps) <= WORTH_MOVING * best.seconds(steps) else best
 
 
 def _must_copy(request: PlanRequest) -> bool:
@@ -99,12 +59,14 @@ def _must_copy(request: PlanRequest) -> bool:
 # From scratch.
 
 
-def _from_scratch(drafter: Drafter) -> _Search:
+def _from_scratch(drafter: Drafter) -> Search:
     """All ways to begin, with as many replicas as asked for, or as many as fit."""
     request, slots = drafter.request, drafter.cluster.healthy
+    if request.limits.degrees is not None:
+        return _as_pinned(drafter, request.limits.degrees)
     if request.num_replicas is not None:
         return _begin(drafter, request.num_replicas)
-    search = _Search(must_copy=_must_copy(request))
+    search = Search(_must_copy(request), drafter.tell)
     number = _most_replicas(drafter)
     while number >= 1:
         search = _begin(drafter, number)
@@ -112,6 +74,17 @@ def _from_scratch(drafter: Drafter) -> _Search:
             return search
         # One less at a time; where there are hundreds, a few at a time.
         number = min(number - 1, number - len(slots) // 500)
+    return search
+
+
+def _as_pinned(drafter: Drafter, degrees: Degrees) -> Search:
+    """What was asked for, and for comparison what else there would be for as many replicas."""
+    replicas = degrees.replicas(drafter.cluster.healthy)
+    search = Search(False, drafter.tell)
+    search.add(f"{degrees}, as asked for", lambda name: pinned(drafter, name, replicas, degrees))
+    others = _begin(drafter, len(replicas))
+    search.drafts += [replace(draft, allowed=False) for draft in others.drafts]
+    search.refused += others.refused
     return search
 
 
@@ -129,13 +102,13 @@ def _most_replicas(drafter: Drafter) -> int:
     return max(1, min(len(slots), sum(known) // each))
 
 
-def _begin(drafter: Drafter, num_replicas: int, current: Plan | None = None) -> _Search:
-    """All ways to form so many replicas, and lanes in them."""
-    search = _Search(must_copy=_must_copy(drafter.request))
+def _begin(drafter: Drafter, num_replicas: int, current: Plan | None = None, *, cuts_alone: bool = False) -> Search:
+    """All ways to form so many replicas, and lanes in them; see `_place_anew`."""
+    search = Search(_must_copy(drafter.request), drafter.tell)
     for index, replicas in enumerate(replica_choices(drafter.cluster.healthy, drafter.domains, num_replicas)):
         for width in _widths(drafter, replicas):
             suffix = (", equal replicas" if index else "") + (f", lanes of {width}" if width > 1 else "")
-            _place_anew(search, drafter, replicas, width, suffix, current)
+            _place_anew(search, drafter, replicas, width, suffix, current, cuts_alone=cuts_alone)
     return search
 
 
@@ -146,20 +119,29 @@ def _widths(drafter: Drafter, replicas: Replicas) -> list[int]:
 
 
 def _place_anew(
-    search: _Search, drafter: Drafter, replicas: Replicas, width: int, suffix: str, current: Plan | None
+    search: Search,
+    drafter: Drafter,
+    replicas: Replicas,
+    width: int,
+    suffix: str,
+    current: Plan | None,
+    *,
+    cuts_alone: bool = False,
 ) -> None:
-    """Every way to place experts that the limits allow."""
+    """Every way to place experts that the limits allow; or only that with cuts, which is hardly ever beaten."""
     limits = drafter.request.limits
 
     def placed(way: Way) -> Callable[[str], Draft]:
-        return lambda name: drafter.from_scratch(
-            name, replicas, width=width, way=way, current=current, unlike=search.drafts
+        return lambda name: from_scratch(
+            drafter, name, replicas, width=width, way=way, current=current, unlike=search.drafts
         )
 
     if limits.fractions:
-        search.add("fractional cuts" + suffix, placed("cut"))
+        cut = search.add("fractional cuts" + suffix, placed("cut"))
+        if cuts_alone and cut is not None and limits.physical_experts is None:
+            return
     if limits.physical_experts is not None and width == 1:
-        search.add("expert copies" + suffix, lambda name: drafter.copied(name, replicas, current))
+        search.add("expert copies" + suffix, lambda name: copied(drafter, name, replicas, current))
     search.add("whole experts" + suffix, placed("whole"))
     # By the time of a step the plain way can win by a hair, since it is not what placement goes by.
     search.add("whole experts by load alone" + suffix, placed("plain"), only_if_new=True)
@@ -168,61 +150,74 @@ def _place_anew(
 # From a plan in force.
 
 
-def _onward(drafter: Drafter, current: Plan) -> _Search:
+def _onward(drafter: Drafter, current: Plan) -> Search:
     """All ways to go on from a plan."""
     request, healthy = drafter.request, frozenset(drafter.cluster.healthy)
     survivors = tuple(left for slots in current.replicas if (left := tuple(s for s in slots if s in healthy)))
     new = sorted(healthy - set(current.slots))
     if request.num_replicas not in (None, len(current.replicas), len(survivors)) or not survivors:
         return _begin(drafter, request.num_replicas or len(current.replicas), current)
-    search = _Search(must_copy=_must_copy(request))
+    search = Search(_must_copy(request), drafter.tell)
     grown = _join(survivors, new, drafter)
     _carry_on(search, drafter, current, survivors, grown)
-    width = max(len(lane.slots) for lane in current.lanes)
-    _place_anew(search, drafter, grown, min(width, request.limits.max_tp), " placed anew", current)
     intact = tuple(slots for slots in current.replicas if healthy.issuperset(slots))
-    if 0 < len(intact) < len(current.replicas):
-        search.add("drop the replica", lambda name: drafter.survivors(name, intact, current))
+    dropping = 0 < len(intact) < len(current.replicas)
+    repaired = next((draft for draft in search.drafts if draft.frugal), None)
+    width = min(max(len(lane.slots) for lane in current.lanes), request.limits.max_tp)
+    if drafter.is_large and repaired is not None and width == 1:
+        gain = gain_anew(drafter, repaired, grown)
+        if 1 / (1 - min(gain, 0.99)) <= WORTH_MOVING:
+            search.leave_out("experts placed anew", f"would gain {max(gain, 0):.1%} of a step at most, for more moving")
+        else:
+            _place_anew(search, drafter, grown, width, " placed anew", current, cuts_alone=True)
+        least_s = seconds_without(repaired, len(intact)) if dropping else 0.0
+        if least_s > repaired.time.total:
+            search.leave_out("drop the replica", f"would take about {least_s:.2f} s a step")
+            return search
+    else:
+        _place_anew(search, drafter, grown, width, " placed anew", current)
+    if dropping:
+        search.add("drop the replica", lambda name: by_survivors(drafter, name, intact, current))
     return search
 
 
-def _carry_on(search: _Search, drafter: Drafter, current: Plan, survivors: Replicas, grown: Replicas) -> None:
+def _carry_on(search: Search, drafter: Drafter, current: Plan, survivors: Replicas, grown: Replicas) -> None:
     """Ways that leave slots what they have."""
     limits = drafter.request.limits
-    copied, cut = drafter.forms(current)
-    if max(len(lane.slots) for lane in current.lanes) > limits.max_tp or (cut and not limits.fractions):
+    has_copies, has_slices = drafter.forms(current)
+    if max(len(lane.slots) for lane in current.lanes) > limits.max_tp or (has_slices and not limits.fractions):
         return
-    if copied and limits.physical_experts is None:
+    if has_copies and limits.physical_experts is None:
         return
-    kept: Draft | None = None
+    as_it_is: Draft | None = None
     damaged = sum(map(len, survivors)) < len(current.slots)
     if not damaged:
-        kept = search.add("keep the layout", lambda name: drafter.kept(name, current))
-    if copied:
-        search.add("copies moved where it pays", lambda name: drafter.copied(name, survivors, current, adapt=True))
+        as_it_is = search.add("keep the layout", lambda name: kept(drafter, name, current))
+    if has_copies:
+        search.add("copies moved where it pays", lambda name: copied(drafter, name, survivors, current, adapt=True))
     elif damaged:
         _repair(search, drafter, current, survivors, grown)
-    elif limits.fractions and kept is not None:
-        base = kept.plan
-        search.add("moves that pay", lambda name: drafter.adapted(name, grown, base, current))
+    elif limits.fractions and as_it_is is not None:
+        base = as_it_is.plan
+        search.add("moves that pay", lambda name: adapted(drafter, name, grown, base, current))
 
 
-def _repair(search: _Search, drafter: Drafter, current: Plan, survivors: Replicas, grown: Replicas) -> None:
+def _repair(search: Search, drafter: Drafter, current: Plan, survivors: Replicas, grown: Replicas) -> None:
     """Ways to go on after a loss that leave survivors what they have."""
     # A slot that has come takes over from one that is gone; where lanes are wider that takes another cut.
     single = all(len(lane.slots) == 1 for lane in current.lanes)
     left = grown if single else survivors
-    repaired = search.add("repair", lambda name: drafter.survivors(name, left, current), frugal=True)
+    repaired = search.add("repair", lambda name: by_survivors(drafter, name, left, current), frugal=True)
     if repaired is None or not drafter.request.limits.fractions:
         return
     base = repaired.plan
     if left == grown:
         search.add(
             "repair, then a few moves",
-            lambda name: drafter.adapted(name, grown, base, current, budget=MORE_THAN_LOST),
+            lambda name: adapted(drafter, name, grown, base, current, budget=MORE_THAN_LOST),
             frugal=True,
         )
-    search.add("repair, then moves that pay", lambda name: drafter.adapted(name, grown, base, current))
+    search.add("repair, then moves that pay", lambda name: adapted(drafter, name, grown, base, current))
 
 
 def _join(replicas: Replicas, new: list[int], drafter: Drafter) -> Replicas:
@@ -260,7 +255,8 @@ def _healthy(request: PlanRequest, plan: Plan) -> Draft | None:
     number = request.num_replicas or len((request.current or plan).replicas)
     whole = replace(request, cluster=Cluster(slots), current=None, num_replicas=number)
     try:
-        return _begin(Drafter(whole), number).best(request.horizon_steps)
+        drafter = Drafter(whole)
+        return _begin(drafter, number, cuts_alone=drafter.is_large).best(request.horizon_steps)
     except ValueError:
         return None
 
@@ -300,6 +296,8 @@ def _check(request: PlanRequest) -> None:
         )
     if limits.max_tp < 1:
         errors.append(f"max_tp ({limits.max_tp}) must be at least 1; 1 means no tensor parallelism")
+    if limits.degrees is not None and (request.current is not None or limits.physical_experts is not None):
+        errors.append(f"degrees ({limits.degrees}) are for a plan from scratch without expert copies; leave them out")
     if not 0 < limits.memory_share <= 1:
         errors.append(f"memory_share ({limits.memory_share}) must be above 0 and at most 1")
     if request.current is not None:

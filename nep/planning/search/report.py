@@ -12,13 +12,14 @@ from nep.planning.cost.held import expert_units
 from nep.planning.cost.placement_cost import PlacementCost
 from nep.planning.cost.step_time import StepTime, step_time
 from nep.planning.holding.lanes import make_lanes
-from nep.planning.holding.reliability import recovery_probability
+from nep.planning.holding.reliability import chance_of, death_graph
 from nep.planning.holding.replica_cuts import Prices
 from nep.planning.placement.bounds import BINDING_WORDS, Binding, lower_bound
 from nep.planning.placement.problem import Problem
 from nep.planning.plan import Plan
 from nep.planning.search.drafts import Draft, Drafter
 from nep.planning.search.request import Alternative, Planned, PlanReport, SlotFigures
+from nep.planning.search.room import DoesNotFit
 
 Floats = NDArray[np.float64]
 
@@ -31,10 +32,17 @@ _LEVEL = 0.98
 
 @dataclass(frozen=True)
 class Refused:
-    """A way that led nowhere."""
+    """A way that led nowhere.
+
+    Attributes:
+        name: of the way.
+        why: the sentence that says so.
+        error: all that there is to say, if a slot has too little memory.
+    """
 
     name: str
     why: str
+    error: DoesNotFit | None = None
 
 
 @dataclass(frozen=True, kw_only=True, eq=False)
@@ -45,7 +53,7 @@ class _ReplicaFigures:
         load: [slots], routed tokens times units over an even share, mean over layers.
         rows: [slots], rows received over the mean, mean over layers.
         balance: mean over max of load per speed, mean over layers.
-        layers_s: seconds of the expert layers, as placement counts them.
+        placement_s: seconds of the expert layers, as placement counts them.
         bound_s: at least so many.
         binds: what binds, layer by layer.
     """
@@ -53,7 +61,7 @@ class _ReplicaFigures:
     load: Floats
     rows: Floats
     balance: float
-    layers_s: float
+    placement_s: float
     bound_s: float
     binds: tuple[Binding, ...]
 
@@ -76,7 +84,8 @@ def report_on(
     """
     request, plan = drafter.request, chosen.plan
     replicas = _replicas(drafter, chosen)
-    slowest = max(replicas, key=lambda one: one.layers_s)
+    slowest = max(replicas, key=lambda one: one.placement_s)
+    deadly = death_graph(plan, drafter.cluster)
     best_s = healthy.time if healthy is not None else chosen.time
     report = PlanReport(
         predicted=chosen.time,
@@ -84,16 +93,16 @@ def report_on(
         current=None if request.current is None else _current_time(drafter, request.current),
         balance=min(one.balance for one in replicas),
         bound_s=slowest.bound_s,
-        layers_s=slowest.layers_s,
+        placement_s=slowest.placement_s,
         binds=_binds(drafter, chosen, slowest),
         slots=_slots(drafter, chosen, replicas),
         copies=_copies(drafter, chosen),
         transfers=chosen.change.transfers,
+        flows=chosen.change.flows,
         moved_bytes=chosen.change.moved_bytes,
         move_s=chosen.change.seconds,
         survival={
-            deaths: recovery_probability(plan, deaths, cluster=drafter.cluster).probability
-            for deaths in range(1, min(_DEATHS, len(plan.slots)) + 1)
+            deaths: chance_of(deadly, deaths).probability for deaths in range(1, min(_DEATHS, len(plan.slots)) + 1)
         },
         alternatives=_alternatives(drafter, chosen, drafts, refused, best_s),
         skipped=_skipped(drafter, chosen, drafts),
@@ -147,7 +156,7 @@ def _replica(
         load=load.mean(axis=0) * len(slots),
         rows=(hits / np.maximum(hits.mean(axis=1, keepdims=True), 1e-300)).mean(axis=0),
         balance=float((1 / speeds.sum() / busy).mean()),
-        layers_s=float(seconds.max(axis=1).sum()),
+        placement_s=float(seconds.max(axis=1).sum()),
         bound_s=len(load) * _bound_with_copies(cost, speeds) if copied else bound.total_s,
         binds=(work,) * len(bound.binds) if copied else bound.binds,
     )
@@ -220,13 +229,13 @@ def _binds(drafter: Drafter, draft: Draft, replica: _ReplicaFigures) -> str:
 def _experts_bind(drafter: Drafter, draft: Draft, replica: _ReplicaFigures) -> str:
     if draft.limited:
         return "memory limits where experts can be: more of it, or fewer replicas, would help"
-    if replica.layers_s <= replica.bound_s * _AT_BOUND:
+    if replica.placement_s <= replica.bound_s * _AT_BOUND:
         counts = Counter(replica.binds)
         name = min(counts, key=lambda name: (-counts[name], name))
         layers = f" (in {counts[name]} of {len(replica.binds)} layers)" if len(counts) > 1 else ""
         return BINDING_WORDS[name] + layers
     above = (
-        f"{replica.layers_s / replica.bound_s - 1:.1%} above the bound" if replica.bound_s > 0 else "above the bound"
+        f"{replica.placement_s / replica.bound_s - 1:.1%} above the bound" if replica.bound_s > 0 else "above the bound"
     )
     if replica.balance >= _LEVEL:
         return f"{above}: slots are level, the rest are rows and pieces of slices and copies"
@@ -245,7 +254,7 @@ def _alternatives(
         Alternative(
             name=draft.name,
             step_s=draft.time.total,
-            move_s=draft.change.seconds,
+            move_s=draft.change.seconds if draft.has_change else None,
             samples_per_s=batch / draft.time.total if draft.time.total > 0 else None,
             chosen=draft is chosen,
             why=_why(drafter, draft, chosen),
@@ -264,15 +273,27 @@ def _alternatives(
 def _why(drafter: Drafter, draft: Draft, chosen: Draft) -> str:
     """Why a draft lost, or won."""
     steps = drafter.request.horizon_steps
-    moving, gain = draft.change.seconds - chosen.change.seconds, chosen.time.total - draft.time.total
+    gain = chosen.time.total - draft.time.total
+    moving = draft.change.seconds - chosen.change.seconds if draft.has_change else 0.0
+    asked = drafter.request.limits.degrees is not None
+    if draft is chosen and asked:
+        return "degrees are pinned"
     if draft is chosen:
         moves = draft.change.seconds > 0
         return f"fewest seconds over {steps} steps, the move included" if moves else "fewest predicted seconds"
     share = abs(gain) / chosen.time.total if chosen.time.total > 0 else 0.0
     if not draft.allowed:
-        return f"{share:.1%} {'faster' if gain > 0 else 'slower'} a step; leaves places for copies empty"
+        why = "has other degrees" if asked else "leaves places for copies empty"
+        return f"{share:.1%} {'faster' if gain > 0 else 'slower'} a step; {why}"
     if gain == 0 and moving == 0:
         return "as fast, and not simpler"
+    if not draft.has_change:
+        if gain <= 0:
+            return f"{share:.1%} slower a step; what it moves was not worked out"
+        return (
+            f"{share:.1%} faster a step, if what it moves (not worked out) were free: after a loss what was lost comes "
+            "first, and the rest can follow when the job runs"
+        )
     if gain <= 0:
         return f"{share:.1%} slower a step" + (f", and moves {moving:.2f} s longer" if moving > 0 else "")
     if draft.seconds(steps) < chosen.seconds(steps):

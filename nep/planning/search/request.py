@@ -10,8 +10,10 @@ from nep.planning.cluster import Cluster
 from nep.planning.cost.hardware import HardwareProfile
 from nep.planning.cost.step_time import StepTime
 from nep.planning.cost.workload import Workload
+from nep.planning.degrees import Degrees
 from nep.planning.loads import ExpertLoads
 from nep.planning.plan import Plan, Redundancy
+from nep.planning.search.flows import Flow
 from nep.planning.shapes import ModelShape
 from nep.planning.transfer import Transfer
 
@@ -24,7 +26,10 @@ class Limits:
         fractions: experts may be cut; otherwise they are placed whole (other frameworks).
         physical_experts: expert copies per layer and replica, at least the experts; None: no copies. A slot holds
             a copy whole. Where experts may not be cut, so many places are there to be filled (servers).
+        copies_apart: copies of an expert lie in two fault domains where memory allows, also where the sums of their
+            gradients then go over the network; otherwise only where that costs nothing.
         max_tp: largest number of slots of a lane; 1: everything but experts is held whole by every slot.
+        degrees: cut replicas, lanes and experts just so, from scratch; the number of replicas follows.
         memory_share: part of a slot's memory that the plan may use.
         change_in_parts: a change of layout may be carried out a few axes at a time, freeing memory in between;
             otherwise all of the old and the new layout has to fit at once.
@@ -32,7 +37,9 @@ class Limits:
 
     fractions: bool = True
     physical_experts: int | None = None
+    copies_apart: bool = False
     max_tp: int = 1
+    degrees: Degrees | None = None
     memory_share: float = 0.9
     change_in_parts: bool = True
 
@@ -73,7 +80,7 @@ class Alternative:
     Attributes:
         name: `drop the replica`, `whole experts`, `keep the layout`, `window cut`, `wait for repair`, ...
         step_s: predicted seconds of its step; None if it is not possible.
-        move_s: seconds to get there.
+        move_s: seconds to get there; None where that was not worked out, as it could not win (in large jobs).
         samples_per_s: sequences per second.
         chosen: whether it is the plan.
         why: one sentence: why it lost (or won).
@@ -81,7 +88,7 @@ class Alternative:
 
     name: str
     step_s: float | None
-    move_s: float
+    move_s: float | None
     samples_per_s: float | None
     chosen: bool
     why: str
@@ -119,12 +126,15 @@ class PlanReport:
         healthy: the step as if every slot were healthy and at full speed (same planner).
         current: the step under the plan in force, as far as it can go on; None without one.
         balance: mean over max of load per speed, mean over layers.
-        bound_s: lower bound of the expert layers' seconds in a step; `layers_s` is what the plan needs.
-        layers_s: predicted seconds of the expert layers.
+        bound_s: what no plan can do the expert layers in, as placement counts them: every expert of a token costs a
+            row, even where two of them are on one slot. The step, which counts such rows once, may be shorter.
+        placement_s: what the plan needs, counted in the same way.
         binds: what keeps the plan from doing better, in words.
         slots: one entry per slot of the plan.
         copies: expert copies [layers, experts, slots of the plan] in {0, 1}, or None.
-        transfers: what has to travel to get there, by kind (`parameters`, `state`, `mirrors`).
+        transfers: what has to travel to get there, by kind (`parameters`, `state`, `mirrors`); empty in large jobs,
+            of which only `flows` are worked out.
+        flows: sums of the same; None: those of `transfers`.
         moved_bytes: their bytes.
         move_s: their seconds.
         survival: failures of slots (1, 2, ...) -> probability that the state survives without a checkpoint.
@@ -140,7 +150,7 @@ class PlanReport:
     current: StepTime | None
     balance: float
     bound_s: float
-    layers_s: float
+    placement_s: float
     binds: str
     slots: tuple[SlotFigures, ...]
     copies: NDArray[np.int64] | None
@@ -152,6 +162,7 @@ class PlanReport:
     skipped: str | None
     change_parts: int = 0
     lost: tuple[tuple[str, int, int], ...] = ()
+    flows: Mapping[str, Flow] | None = None
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -15,6 +15,19 @@ Limits = Mapping[int, int]
 """slot -> units of experts, over all layers, that it has memory for."""
 
 
+class DoesNotFit(ValueError):
+    """A slot has too little memory.
+
+    Attributes:
+        short: which slot, and by how much: enough where several ways are listed.
+        missing_bytes: so many bytes too little.
+    """
+
+    def __init__(self, message: str, short: str, missing_bytes: int) -> None:
+        super().__init__(message)
+        self.short, self.missing_bytes = short, missing_bytes
+
+
 class Room:
     """The memory of a cluster's slots for one request.
 
@@ -76,19 +89,27 @@ class Room:
                 limit = min(limit, held - ceil(excess[slot] * (1 + attempt / 4) / unit_bytes))
                 limit = min(limit, before[slot]) if before is not None else limit
             if limit < 0:
-                raise ValueError(self.too_small(plan, memory))
+                raise self.too_small(plan, memory)
             limits[slot] = min(limit, self._experts.num_units)
         return limits
 
-    def too_small(self, plan: Plan, memory: Memory) -> str:
-        """What is missing, and what to do about it."""
+    def too_small(self, plan: Plan, memory: Memory, why: str = "") -> DoesNotFit:
+        """What is missing, and what to do about it.
+
+        Args:
+            plan: the one that needs too much.
+            memory: what it needs.
+            why: what kept experts from going elsewhere.
+        """
         excess = memory.excess(self.bytes)
         slot = max(excess, key=lambda slot: (excess[slot], -slot))
         kinds = ", ".join(f"{kind} {size / 2**30:.2f}" for kind, size in memory.by_slot[slot].items() if size)
-        replica, limit = plan.replica_of(slot), self.bytes[slot] or 0
-        return (
+        replica, limit, needed = plan.replica_of(slot), self.bytes[slot] or 0, memory.total(slot)
+        may_use = f"may use {limit} ({limit / 2**30:.2f} GiB)"
+        return DoesNotFit(
             f"replicas[{replica}] of {len(plan.replicas[replica])} slots cannot hold {self._request.shape.name}: slot "
-            f"{slot} needs {memory.total(slot)} bytes ({memory.total(slot) / 2**30:.2f} GiB: {kinds}) and may use "
-            f"{limit} ({limit / 2**30:.2f} GiB); add slots, use fewer replicas, a smaller micro-batch or "
-            "recomputation, or other redundancy"
+            f"{slot} needs {needed} bytes ({needed / 2**30:.2f} GiB: {kinds}) and {may_use}; add slots, use fewer "
+            f"replicas, a smaller micro-batch or recomputation, or other redundancy{why}",
+            f"slot {slot} needs {needed} bytes ({needed / 2**30:.2f} GiB) and {may_use}{why}",
+            excess[slot],
         )

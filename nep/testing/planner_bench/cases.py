@@ -68,6 +68,9 @@ def deepseek_v3() -> ModelShape:
         query_latent_size=1536,
         rope_head_dim=64,
         value_head_dim=128,
+        router_scores="sigmoid",
+        router_bias=True,
+        routed_scaling=2.5,
     )
 
 

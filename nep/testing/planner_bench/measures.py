@@ -31,8 +31,10 @@ class Measured:
     Balance is the mean over the maximum of load per speed, over layers; beside each stands the predicted step.
 
     Attributes:
-        planned: balance on the window that was planned for.
+        planned: balance on the window that was planned for; tokens of an expert shared evenly over its copies.
         planned_step_s: seconds of the step there.
+        planned_quotas: balance there with quotas from its own counts; without copies the same as `planned`.
+        planned_quotas_step_s: seconds there.
         next: balance on the window after it; tokens of an expert shared evenly over its copies.
         next_step_s: seconds there.
         next_quotas: balance there with quotas from its own counts; without copies the same as `next`.
@@ -54,6 +56,8 @@ class Measured:
 
     planned: float
     planned_step_s: float
+    planned_quotas: float
+    planned_quotas_step_s: float
     next: float
     next_step_s: float
     next_quotas: float
@@ -93,7 +97,7 @@ def measure(planner: Planner, case: Case, *, workload: Workload, hardware: Hardw
     quota_times: list[float] = []
     for index in range(len(case.windows) - 1):
         loads, following = case.windows[index], case.windows[index + 1]
-        placed = planner.plan(ExpertLoads.from_counts(loads[None]), before)
+        placed = planner.plan(known_loads(case.windows[: index + 1]), before)
         rows.append(bench.row(placed, before, loads, following, quota_times))
         before = placed
     # Keys of a window that has no plan before it are missing from its row.
@@ -104,6 +108,15 @@ def measure(planner: Planner, case: Case, *, workload: Workload, hardware: Hardw
         cpu_ms=_cpu_ms(planner, case, repeats),
         quotas_ms=statistics.median(quota_times) if quota_times else None,
     )
+
+
+def known_loads(windows: Counts) -> ExpertLoads:
+    """What is known after some windows: the loads of the last, and how much shares have varied among all of them."""
+    sums = windows.sum(axis=2, keepdims=True)
+    variance = None
+    if len(windows) > 1:
+        variance = (windows / np.maximum(sums, 1)).var(axis=0, ddof=1) * sums[-1].astype(np.float64) ** 2
+    return ExpertLoads(mean=windows[-1], variance=variance, num_steps=len(windows))
 
 
 def _death(planner: Planner, case: Case, workload: Workload, hardware: HardwareProfile) -> dict[str, float]:
@@ -132,7 +145,7 @@ def _death(planner: Planner, case: Case, workload: Workload, hardware: HardwareP
 def _cpu_ms(planner: Planner, case: Case, repeats: int) -> float:
     """Median processor time of a plan on the second window, with the plan of the first in force."""
     first = planner.plan(ExpertLoads.from_counts(case.windows[:1]), None)
-    loads = ExpertLoads.from_counts(case.windows[1:2])
+    loads = known_loads(case.windows[:2])
     times = []
     for _ in range(repeats):
         begin = time.process_time()
@@ -159,20 +172,19 @@ class _Bench:
     ) -> dict[str, float]:
         """Everything of one window and the next."""
         even = _even_shares(placed)
-        quotas = self._quotas(placed, following, quota_times) if placed.has_copies else even
         plan = self.plan(placed)
         planned = self.step(plan, placed, even, loads)
-        balance, step_s = self.balance(placed, even, following), self.step(plan, placed, even, following).total
-        again = (balance, step_s)
-        if placed.has_copies:
-            again = (self.balance(placed, quotas, following), self.step(plan, placed, quotas, following).total)
-        numbers = {
-            "planned": self.balance(placed, even, loads),
-            "planned_step_s": planned.total,
-            "next": balance,
-            "next_step_s": step_s,
-            "next_quotas": again[0],
-            "next_quotas_step_s": again[1],
+        numbers: dict[str, float] = {}
+        for name, counts in (("planned", loads), ("next", following)):
+            numbers[name] = self.balance(placed, even, counts)
+            step = planned if counts is loads else self.step(plan, placed, even, counts)
+            numbers[f"{name}_step_s"] = numbers[f"{name}_quotas_step_s"] = step.total
+            numbers[f"{name}_quotas"] = numbers[name]
+            if placed.has_copies:
+                quotas = self._quotas(placed, counts, quota_times)
+                numbers[f"{name}_quotas"] = self.balance(placed, quotas, counts)
+                numbers[f"{name}_quotas_step_s"] = self.step(plan, placed, quotas, counts).total
+        numbers |= {
             "duplicates": float(np.maximum(placed.units - placed.size, 0).sum() / placed.size),
             "memory": float(placed.units.sum(axis=(0, 1)).max() / placed.units.sum(axis=(0, 1)).mean()),
             "memory_total": float(placed.units.sum() / (placed.size * loads.size)),

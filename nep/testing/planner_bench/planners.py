@@ -18,7 +18,9 @@ from nep.planning.cost.workload import Workload
 from nep.planning.loads import ExpertLoads
 from nep.planning.placement.place import place
 from nep.planning.placement.repair import repair
+from nep.planning.placement.waiting import least_waiting
 from nep.planning.placement.warm import warm
+from nep.planning.search.drafts import far_rows
 from nep.testing.planner_bench.cases import Case
 
 Units = NDArray[np.int64]
@@ -65,7 +67,8 @@ def cost_of(case: Case, workload: Workload, hardware: HardwareProfile, block: in
     """Prices of a case."""
     shape = case.shape if block is None else replace(case.shape, neuron_block=block)
     crosses = case.num_slots > (hardware.scale_up_slots or case.slots_per_node)
-    return placement_cost(shape, workload, hardware, lanes=case.num_slots, crosses_domains=crosses)
+    far = far_rows([slot // (hardware.scale_up_slots or case.slots_per_node) for slot in range(case.num_slots)])
+    return placement_cost(shape, workload, hardware, lanes=case.num_slots, crosses_domains=crosses, far_rows=far)
 
 
 def our_planners(case: Case, workload: Workload, hardware: HardwareProfile) -> list[Planner]:
@@ -85,8 +88,11 @@ def our_planners(case: Case, workload: Workload, hardware: HardwareProfile) -> l
         limits = memory(cost, share, whole=not cut)
 
         def plan(loads: ExpertLoads, before: Placed | None) -> Placed:
-            found = place(loads, speeds=speeds, cost=cost, memory_units=limits, cut=cut)
-            return Placed(units=found.units, size=cost.units_per_expert)
+            def at(price: PlacementCost) -> Units:
+                return place(loads, speeds=speeds, cost=price, memory_units=limits, cut=cut).units
+
+            units = least_waiting(at, loads, list(speeds), cost) if cut else at(cost)
+            return Placed(units=units, size=cost.units_per_expert)
 
         return plan
 
@@ -106,22 +112,23 @@ def our_planners(case: Case, workload: Workload, hardware: HardwareProfile) -> l
         change = repair(before.units, [case.num_slots - 1], loads, speeds=speeds, cost=coarse, memory_units=left)
         return Placed(units=change.units[:, :, :-1], size=coarse.units_per_expert)
 
-    limits = _slot_limits(case)
+    limits = _slot_limits(case, coarse)
+    size = coarse.units_per_expert
 
     def copies(loads: ExpertLoads, before: Placed | None) -> Placed:
         found = plan_copies(loads, limits, num_copies=case.physical)
-        return Placed(units=found.astype(np.int64), size=1, has_copies=True)
+        return Placed(units=found.astype(np.int64) * size, size=size, has_copies=True)
 
     def warm_copies(loads: ExpertLoads, before: Placed | None) -> Placed:
         if before is None:
             return copies(loads, None)
         budget = int(DRIFT_BUDGET * layers * case.physical)
-        found = adapt_copies(before.units.astype(np.int8), loads, limits, max_moved=budget)
-        return Placed(units=found.astype(np.int64), size=1, has_copies=True)
+        found = adapt_copies((before.units > 0).astype(np.int8), loads, limits, max_moved=budget)
+        return Placed(units=found.astype(np.int64) * size, size=size, has_copies=True)
 
     def repaired_copies(loads: ExpertLoads, before: Placed) -> Placed:
-        found = repair_copies(before.units.astype(np.int8), loads, limits, [case.num_slots - 1])
-        return Placed(units=found[:, :, :-1].astype(np.int64), size=1, has_copies=True)
+        found = repair_copies((before.units > 0).astype(np.int8), loads, limits, [case.num_slots - 1])
+        return Placed(units=found[:, :, :-1].astype(np.int64) * size, size=size, has_copies=True)
 
     return [
         Planner(
@@ -144,13 +151,16 @@ def without_last(case: Case) -> Case:
     return replace(case, speeds=case.speeds[:-1], physical=max(physical, case.windows.shape[2]))
 
 
-def _slot_limits(case: Case) -> SlotLimits:
-    """Places for the copies, as even as they go."""
+def _slot_limits(case: Case, cost: PlacementCost) -> SlotLimits:
+    """Places for the copies, as even as they go; a node is a fault domain and a scale-up domain."""
     even, rest = divmod(case.physical, case.num_slots)
+    nodes = tuple(slot // case.slots_per_node for slot in range(case.num_slots))
     return SlotLimits(
         places=tuple(even + (slot < rest) for slot in range(case.num_slots)),
         speeds_ppm=tuple(round(speed * 1e6) for speed in case.speeds),
-        domains=tuple(slot // case.slots_per_node for slot in range(case.num_slots)),
+        domains=nodes,
+        scale_up=nodes,
+        far=cost.far_sum_share,
     )
 
 
@@ -216,10 +226,11 @@ def _why_not(case: Case, groups: int, nodes: int) -> str:
 def _from_physical(physical: Units, case: Case) -> Placed:
     """From [layers, physical experts], equally many for each slot; twice on one slot counts twice."""
     layers, experts = case.windows.shape[1:]
+    size = case.shape.units_per_expert
     units = np.zeros((layers, experts, case.num_slots), dtype=np.int64)
     slot = np.arange(case.physical) // (case.physical // case.num_slots)
-    np.add.at(units, (np.arange(layers)[:, None], physical, slot[None, :]), 1)
-    return Placed(units=units, size=1, has_copies=True)
+    np.add.at(units, (np.arange(layers)[:, None], physical, slot[None, :]), size)
+    return Placed(units=units, size=size, has_copies=True)
 
 
 def _load(path: Path) -> Any:

@@ -203,8 +203,18 @@ def test_fetch_balances_what_the_sources_send() -> None:
 def test_fetch_names_everything_that_no_source_has() -> None:
     source = Layout({"a": {0: ((0, 4),)}})
     destination = Layout({"a": {1: ((2, 6),)}, "b": {2: ((0, 1),)}})
-    with pytest.raises(RuntimeError, match=r"a \[\(4, 6\)\] for slot 1; b \[\(0, 1\)\] for slot 2; .*checkpoint"):
+    with pytest.raises(RuntimeError, match=r"a \[4, 6\) for slot 1; b \[0, 1\) for slot 2; .*checkpoint"):
         fetch([source], destination, ["a", "b"])
+
+
+def test_of_much_that_is_missing_the_first_is_named_and_the_rest_counted() -> None:
+    wanted = Layout({"a": {slot: ((slot, slot + 1),) for slot in range(9)}})
+    with pytest.raises(RuntimeError) as caught:
+        fetch([Layout({"a": {0: ((0, 1),)}})], wanted, ["a"])
+    assert str(caught.value) == (
+        "no source has a [1, 2) for slot 1; a [2, 3) for slot 2; a [3, 4) for slot 3 and 5 more intervals "
+        "(8 units in all); restore from a checkpoint"
+    )
 
 
 def test_transfer_answers_by_slot_and_by_pair() -> None:

@@ -91,7 +91,7 @@ def planned_of(request: PlanRequest, plan: Plan, **fields) -> Planned:
         "current": None if request.current is None else predicted,
         "balance": 0.9876,
         "bound_s": predicted["expert_gemm"] * 0.99,
-        "layers_s": predicted["expert_gemm"],
+        "placement_s": predicted["expert_gemm"],
         "binds": "all slots are busy all the time: only more or faster slots help",
         "slots": tuple(
             SlotFigures(

@@ -74,6 +74,7 @@ def test_a_plan_that_cannot_be_exported_leaves_no_file(tmp_path: Path, capsys) -
     [
         (["--out", "none/plan.json", "--html", "none/a.html"], r"--out \(none/plan.json\).*--html \(none/a.html\)"),
         (["--export-file", "a.json"], "--export-file needs --export"),
+        (["--export", "sglang", "--export-file", "map.txt"], r"--export-file \(map.txt\): SGLang .* name it .json"),
         (["--export", "gpt"], "invalid choice 'gpt'"),
         (["--failed", "4"], "failed names slots"),
     ],

@@ -29,7 +29,7 @@ def test_numbers_are_those_of_the_report() -> None:
         assert value[name]["step_s"] == pytest.approx(step.total)
         assert sum(value[name]["parts_s"].values()) == pytest.approx(step.total)
     assert value["predicted"]["waits_for"]["vote"]["resource"] == "latency"
-    assert value["bound_s"] <= value["expert_layers_s"] == report.layers_s
+    assert value["bound_s"] <= value["placement_s"] == report.placement_s
     assert [slot["slot"] for slot in value["slots"]] == list(plan.slots)
     assert sum(slot["whole_experts"] + slot["slices"] > 0 for slot in value["slots"]) == 7
     assert set(value["transfers"]) == {"parameters", "state"}

@@ -168,5 +168,5 @@ def test_a_step_that_takes_no_time_divides_by_nothing() -> None:
     request = request_of()
     planned = planned_of(request, whole_plan(request))
     nothing = dataclasses.replace(planned.report.predicted, parts=dict.fromkeys(planned.report.predicted.parts, 0.0))
-    report = dataclasses.replace(planned.report, predicted=nothing, healthy=nothing, layers_s=0.0, bound_s=0.0)
+    report = dataclasses.replace(planned.report, predicted=nothing, healthy=nothing, placement_s=0.0, bound_s=0.0)
     assert "0 s, 0.00 sequences/s" in plan_text(request, dataclasses.replace(planned, report=report))

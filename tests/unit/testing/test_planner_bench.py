@@ -12,7 +12,7 @@ from nep.planning.cost.workload import Workload
 from nep.planning.shapes import preset
 from nep.report.readers.model_file import model_from_config
 from nep.testing.planner_bench.cases import Case, deepseek_v3, olmoe, real_cases, synthetic_cases, synthetic_windows
-from nep.testing.planner_bench.measures import Measured, measure
+from nep.testing.planner_bench.measures import Measured, known_loads, measure
 from nep.testing.planner_bench.planners import Placed, Planner, eplb_planners, our_planners
 from tests.unit.report.readers.configs import DEEPSEEK_V3, OLMOE_1B_7B
 
@@ -91,10 +91,21 @@ def test_quotas_never_do_worse_than_equal_shares() -> None:
         measured = run(planner)
         if "copies" in planner.name:
             assert measured.next_quotas >= measured.next - 1e-3
+            assert measured.planned_quotas >= measured.planned - 1e-3
             assert measured.quotas_ms is not None
         else:
             assert measured.next_quotas == measured.next
+            assert measured.planned_quotas_step_s == measured.planned_step_s
             assert measured.quotas_ms is None
+
+
+def test_what_is_known_after_some_windows_is_the_last_and_how_much_shares_varied() -> None:
+    loads = known_loads(WINDOWS[:2])
+    assert (loads.mean == WINDOWS[1]).all() and loads.num_steps == 2
+    shares = WINDOWS / WINDOWS.sum(axis=2, keepdims=True)
+    total = WINDOWS[1].sum(axis=1)[:, None]
+    assert loads.variance == pytest.approx(((shares[0] - shares[1]) * total) ** 2 / 2)
+    assert known_loads(WINDOWS[:1]).variance is None
 
 
 def test_ours_beat_no_balancing_on_what_they_planned_for() -> None:

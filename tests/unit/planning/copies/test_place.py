@@ -145,6 +145,24 @@ def test_copies_are_counted_as_one_by_one(data: st.DataObject, experts: int, slo
     assert counted == count_one_by_one(tokens, slots, number, fewest)
 
 
+def test_copies_beyond_the_first_purpose_go_to_experts_that_vary() -> None:
+    mean = np.full((1, 8), 100.0)
+    variance = np.zeros((1, 8))
+    variance[0, [2, 5, 6]] = 400.0
+    limits = SlotLimits.uniform(8, 2)
+    copies = place_copies(ExpertLoads(mean=mean, variance=variance, num_steps=9), limits, num_copies=11)
+    assert np.flatnonzero(copies[0].sum(axis=1) == 2).tolist() == [2, 5, 6]
+    same = place_copies(ExpertLoads(mean=mean, variance=np.zeros((1, 8)), num_steps=9), limits, num_copies=11)
+    assert (same == place_copies(ExpertLoads(mean=mean), limits, num_copies=11)).all()
+
+
+@given(questions(), st.floats(0, 1e300))
+def test_any_variance_gives_a_placement(question: tuple[ExpertLoads, SlotLimits], variance: float) -> None:
+    loads, limits = question
+    loads = ExpertLoads(mean=loads.mean, variance=np.full(loads.mean.shape, variance), num_steps=2)
+    check_copies(place_copies(loads, limits), limits.num_places(loads.num_experts), limits)
+
+
 def test_an_expert_hotter_than_all_others_gets_a_copy_on_every_slot() -> None:
     mean = np.array([[1.0] * 15 + [1000.0]])
     copies = place_copies(ExpertLoads(mean=mean), SlotLimits.uniform(7, 4))

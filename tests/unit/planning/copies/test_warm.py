@@ -221,5 +221,5 @@ def test_under_drift_few_copies_move_and_the_balance_stays(data_dir: Path) -> No
         assert count_moved(copies, after) <= copies.sum() / 100
         balance.append(float((1 / levels(after, then, limits)).mean()))
         copies = after
-    assert min(balance) >= 0.93
+    assert min(balance) >= 0.92
     assert np.mean(balance) >= 0.97

@@ -2,6 +2,7 @@
 
 from dataclasses import replace
 
+import numpy as np
 import pytest
 import torch
 import torch.nn.functional as F
@@ -17,12 +18,14 @@ from nep.planning.cost.memory import (
     KINDS,
     Memory,
     change_memory,
+    change_messages,
     expert_unit_bytes,
     expert_units_limit,
     step_memory,
 )
+from nep.planning.cost.peak import Activations, messages, step_peak
 from nep.planning.cost.workload import Workload
-from nep.planning.layout import Layout, axis_unit_numel
+from nep.planning.layout import Layout, LineKind, axis_unit_numel
 from nep.planning.loads import ExpertLoads
 from nep.planning.plan import Plan
 from nep.planning.planner import plan_after_failure, plan_from_scratch, plan_mirrors
@@ -112,7 +115,7 @@ def test_recomputation_keeps_inputs_and_one_layer() -> None:
     deep = replace(SHAPE, num_layers=8)
     plan = plan_from_scratch(Cluster.uniform(1, 1), parameter_lines(deep), num_replicas=1, global_batch_size=8)
     all_of_it, inputs = (
-        step_memory(plan, shape=deep, workload=_workload(recompute=again)).by_slot[0]["activations"]
+        step_memory(plan, shape=deep, workload=_workload(recompute=again, parameter_bytes=4)).by_slot[0]["activations"]
         for again in (False, True)
     )
     assert inputs < 0.4 * all_of_it
@@ -145,26 +148,75 @@ def test_every_replica_is_judged_by_its_own_cuts_and_lanes() -> None:
     units = SHAPE.num_experts * SHAPE.units_per_expert
     for layer in range(SHAPE.num_layers):
         cuts[f"layers.{layer}.experts"] |= {2: ((0, units * 3 // 4),), 3: ((units * 3 // 4, units),)}
-    uneven = step_memory(replace(plan, holders=Layout(cuts)), shape=SHAPE, workload=_workload())
+    # Sequences so long that activations are most of what passes.
+    workload = _workload(seq_len=1024, parameter_bytes=4)
+    uneven = step_memory(replace(plan, holders=Layout(cuts)), shape=SHAPE, workload=workload)
     sizes = [uneven.by_slot[slot]["activations"] for slot in range(4)]
     assert sizes[3] < sizes[0] == sizes[1] < sizes[2]
     lanes = tuple(replace(lane, num_sequences=count) for lane, count in zip(plan.lanes, (2, 2, 1, 3), strict=True))
-    few = step_memory(replace(plan, lanes=lanes), shape=SHAPE, workload=_workload(micro_batch_size=4))
+    few = step_memory(replace(plan, lanes=lanes), shape=SHAPE, workload=replace(workload, micro_batch_size=4))
     sizes = [few.by_slot[slot]["activations"] for slot in range(4)]
     assert sizes[2] < sizes[0] == sizes[1] < sizes[3]
 
 
-def test_staging_is_two_buckets_or_everything() -> None:
+def test_messages_are_those_of_a_bucket_or_of_everything() -> None:
     plan = _plan(4, 2, "none")
-    two = step_memory(plan, shape=SHAPE, workload=_workload()).by_slot[0]["staging"]
-    all_at_once = step_memory(plan, shape=SHAPE, workload=_workload(buckets=False)).by_slot[0]["staging"]
+    by_bucket, forwarded = messages(plan, _workload(), LINES)
+    (at_once,), _ = messages(plan, _workload(buckets=False), LINES)
     held, owned = _elements(plan.holders, 0), _elements(plan.owners, 0)
+    assert by_bucket.shape == (SHAPE.num_layers + 2, 4) and not forwarded.any()
+    assert by_bucket.sum(axis=0) == pytest.approx(at_once)
     # Sent: all that others own of what it holds; received in place of it: sums of what it owns.
-    assert all_at_once == pytest.approx(4 * held, rel=1e-6)
-    straight = _workload(buckets=False, grad_sync="point_to_point")
-    pieces = step_memory(plan, shape=SHAPE, workload=straight).by_slot[0]["staging"]
-    assert pieces > all_at_once - 4 * owned
-    assert two == pytest.approx(2 * all_at_once / SHAPE.num_layers, rel=0.2)
+    assert at_once[0] == pytest.approx(4 * held, rel=1e-6)
+    (pieces,), _ = messages(plan, _workload(buckets=False, grad_sync="point_to_point"), LINES)
+    assert pieces[0] > at_once[0] - 4 * owned
+    # With mirrors: finished sums of what it owns go, and those of what it mirrors come.
+    mirrored = _plan(4, 2)
+    _, forwarded = messages(mirrored, _workload(), LINES)
+    for slot in mirrored.slots:
+        both = _elements(mirrored.owners, slot) + _elements(mirrored.mirrors, slot)
+        assert forwarded[:, slot].sum() == pytest.approx(4 * both)
+    # A single slot sends nothing.
+    assert not messages(_plan(1, 1), _workload(), LINES)[0].any()
+
+
+def test_what_passes_peaks_where_a_slow_look_at_every_moment_says() -> None:
+    plan = _plan(4, 2)
+    workload = _workload(overlap=True, grad_sync="point_to_point", parameter_bytes=4, seq_len=256)
+    num_layers = SHAPE.num_layers
+    activations = Activations.zeros(num_layers, 4)
+    kept, passing = activations.kept, activations.passing
+    kept += np.arange(1.0, 4 * (num_layers + 1) + 1).reshape(num_layers + 1, 4) * 50_000
+    passing += np.arange(1.0, 4 * num_layers + 1).reshape(num_layers, 4) * 10_000
+    found = step_peak(plan, workload, LINES, activations)
+    own, mirror = messages(plan, workload, LINES)
+    for slot in plan.slots:
+        sizes = []
+        for bucket in range(num_layers + 2):  # backward comes from the last one
+            names = [line for line in LINES.values() if line.layer == bucket - 1]
+            fresh = max(plan.holders.num_units(line.axis, slot) * line.unit_numel for line in names)
+            experts = [plan.holders.num_units(x.axis, slot) * x.unit_numel for x in names if x.kind is LineKind.EXPERTS]
+            fresh = max(fresh, sum(experts) + max(experts, default=0))
+            alive = kept[:bucket, slot].sum() + (passing[bucket - 1, slot] if 0 < bucket <= num_layers else 0)
+            ahead = own[bucket + 1, slot] if bucket <= num_layers else 0
+            beyond = mirror[bucket + 2, slot] if bucket < num_layers else 0
+            sizes.append(alive + 4 * fresh + ahead + beyond)
+            # The bucket is complete and its activations are gone: its sum starts.
+            next_mirror = mirror[bucket + 1, slot] if bucket <= num_layers else 0
+            sizes.append(kept[: max(bucket - 1, 0), slot].sum() + own[bucket, slot] + max(ahead, next_mirror))
+        assert sum(found[slot].values()) == pytest.approx(max(sizes), abs=3)
+
+
+def test_narrow_gradients_wait_for_the_end_of_a_round() -> None:
+    """In bfloat16 a round but the last keeps the gradients of all parameters until it ends."""
+    plan = _plan(2, 1, "none", sequences=8)
+    one, two = (
+        step_memory(plan, shape=SHAPE, workload=_workload(micro_batch_size=size, seq_len=4, overlap=True))
+        for size in (8, 2)
+    )
+    for slot in plan.slots:
+        assert two.by_slot[slot]["workspace"] > 2 * _elements(plan.holders, slot) * 0.9
+        assert one.by_slot[slot]["workspace"] < two.by_slot[slot]["workspace"]
 
 
 CHANGES = st.tuples(st.integers(2, 7), st.integers(1, 3), st.integers(0, 6))
@@ -186,6 +238,14 @@ def test_a_change_needs_the_old_and_what_moves_of_the_new(sizes: tuple[int, int,
         full = _elements(after.holders, slot) * 2
         full += (_elements(after.owners, slot) + _elements(after.mirrors, slot)) * 16
         assert 0 <= kinds["new"] <= full
+    exact = change_memory(before, after, shape=SHAPE, workload=_workload(), live=after.slots)
+    for slot in after.slots:
+        # All that is kept and received, or in the end the new layout with its gradients.
+        kinds, sent = memory.by_slot[slot], exact.by_slot[slot]
+        afterwards = _elements(after.holders, slot) * 6
+        afterwards += (_elements(after.owners, slot) + _elements(after.mirrors, slot)) * 16
+        assert exact.total(slot) >= max(kinds["old"] + kinds["new"], afterwards)
+        assert sum(sent.values()) <= memory.total(slot) + _elements(after.holders, slot) * 4 + 2 * kinds["old"]
     # A slot that is gone gets nothing; nothing changes, nothing is needed beside the old.
     assert memory.by_slot[failed % slots]["new"] == 0
     same = change_memory(before, before, shape=SHAPE, workload=_workload())
@@ -203,6 +263,9 @@ def test_new_mirrors_arrive_in_messages() -> None:
     arriving = sum(len(units - had.get(key, set())) * NUMEL[key[0]] for key, units in wanted.items())
     assert arriving > 0
     assert sum(kinds["staging"] for kinds in memory.by_slot.values()) == arriving * 12
+    # Whoever sends has its message in memory as well.
+    sent = change_messages(before, after, after.slots, workload=_workload(), lines=LINES)
+    assert sum(sent.values()) == 2 * arriving * 12
 
 
 def test_limits_tell_who_has_too_little_and_how_many_experts_fit() -> None:

@@ -7,7 +7,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from nep.planning.cluster import Cluster
-from nep.planning.holding.lanes import batch_choices, form_lanes, hold_dense, keep_dense, make_lanes
+from nep.planning.holding.lanes import batch_choices, fill_rounds, form_lanes, hold_dense, keep_dense, make_lanes
 from nep.planning.layout import Layout, LineKind, axis_lines
 from nep.planning.plan import Lane
 from nep.planning.planner import plan_after_failure, plan_from_scratch, plan_mirrors
@@ -106,3 +106,34 @@ def test_the_ways_to_share_a_batch_are_all_of_it(slots: list[tuple[int, int]], b
         return
     done = [max(Fraction(lane.num_sequences, speeds[lane.slots[0]]) for lane in choice) for choice in choices]
     assert min(done) == done[0], "by speed is the earliest for lanes that need not wait for each other"
+
+
+def _singles(shares: list[int], per_replica: int) -> tuple[Lane, ...]:
+    return tuple(Lane(index // per_replica, (index,), share) for index, share in enumerate(shares))
+
+
+def test_slow_lanes_get_what_need_not_be_full() -> None:
+    """Four lanes and nine sequences: three rounds, whoever is slow; so the slow one can do without the last two."""
+    speeds = {0: 10, 1: 7, 2: 10, 3: 10}
+    choices = batch_choices(_singles([3, 2, 2, 2], 4), speeds)
+    assert (3, 0, 3, 3) in {tuple(lane.num_sequences for lane in choice) for choice in choices}
+    choices = batch_choices(_singles([3, 2, 2, 2], 4), speeds, micro_batch_size=2)
+    assert (4, 0, 4, 1) in {tuple(lane.num_sequences for lane in choice) for choice in choices}
+
+
+@given(st.lists(st.integers(0, 9), min_size=6, max_size=6), st.lists(st.floats(0.1, 9), min_size=2, max_size=2))
+def test_a_last_round_that_is_not_full_goes_to_others(shares: list[int], seconds: list[float]) -> None:
+    lanes = _singles(shares, 3)
+    filled = fill_rounds(lanes, seconds, 1)
+    assert [(lane.replica, lane.slots) for lane in filled] == [(lane.replica, lane.slots) for lane in lanes]
+    sums = [
+        [sum(lane.num_sequences for lane in way if lane.replica == index) for index in (0, 1)]
+        for way in (lanes, filled)
+    ]
+    assert sum(sums[0]) == sum(sums[1])
+    if seconds[0] == seconds[1]:
+        assert filled == lanes
+        return
+    slow = seconds.index(max(seconds))
+    over = sums[0][slow] % 3
+    assert sums[1][slow] == (sums[0][slow] - over if over < sums[0][slow] else sums[0][slow])

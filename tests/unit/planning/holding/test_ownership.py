@@ -73,6 +73,14 @@ def test_what_few_can_have_goes_first_and_the_rest_fills_the_gaps() -> None:
     assert _sizes(owners, lines) == {0: 12, 1: 4, 2: 4, 5: 4, 9: 4}
 
 
+def test_holders_of_a_ring_own_equal_parts_since_the_others_are_taken_into_account() -> None:
+    ring = {f"x{index}": {SLOTS[index]: ((0, 8),), SLOTS[(index + 1) % 5]: ((0, 8),)} for index in range(5)}
+    lines = line_list(dict.fromkeys(ring, 8))
+    owners, _ = assign_owners(Layout(ring), {}, lines)
+    for axis, held in ring.items():
+        assert {owners.num_units(axis, slot) for slot in held} == {4}
+
+
 def test_units_that_nobody_holds_are_named() -> None:
     lines = line_list({"a": 6})
     with pytest.raises(ValueError, match=r"nobody holds \[\(2, 3\)\] of a"):

@@ -2,6 +2,10 @@ import pytest
 from hypothesis import assume, given
 from hypothesis import strategies as st
 
+from nep.planning.cluster import Cluster
+from nep.planning.cost.hardware import scale_up_domains
+from nep.planning.cost.profiles import PROFILES
+from nep.planning.holding.lanes import form_lanes
 from nep.planning.holding.replicas import is_even, replica_choices
 
 
@@ -48,3 +52,29 @@ def test_whole_domains_are_grouped_as_evenly_as_their_size_allows(nodes: int, pe
 def test_more_replicas_than_slots_are_refused() -> None:
     with pytest.raises(ValueError, match=r"num_replicas \(3\) must be from 1 to the healthy slots \(2\)"):
         replica_choices([4, 5], {4: 0, 5: 0}, 3)
+
+
+@pytest.mark.parametrize("per_node", [4, 8, 72])
+@pytest.mark.parametrize("size", [8, 12, 36, 72])
+@pytest.mark.parametrize("dead", [(), (5,), (0, 1, 70, 71, 143), tuple(range(30, 40))])
+def test_replicas_stay_inside_racks_of_72(per_node: int, size: int, dead: tuple[int, ...]) -> None:
+    """GB200: eighteen trays of four make a rack, whose slots reach each other fast."""
+    cluster = Cluster.uniform(4 * 72, per_node).fail(dead)
+    racks = scale_up_domains(cluster, PROFILES["gb200-nvl72"])
+    assert [racks[slot] for slot in range(288)] == [slot // 72 for slot in range(288)]
+    inside = replica_choices(cluster.healthy, racks, 4 * 72 // size)[0]
+    assert sum(map(len, inside)) == 288 - len(dead)
+    assert all(len({racks[slot] for slot in replica}) == 1 for replica in inside)
+    # What dead slots leave is shared out over the replicas of their own rack.
+    assert min(map(len, inside)) >= (72 - 10) // (72 // size)
+    for _, slots in form_lanes(inside, 8, racks):
+        assert len({racks[slot] for slot in slots}) == 1
+
+
+def test_where_racks_do_not_divide_no_more_replicas_than_must_cross_them() -> None:
+    """Nine replicas of sixteen on two racks of 72: inside racks they are uneven, evenly one of them crosses."""
+    racks = {slot: slot // 72 for slot in range(144)}
+    inside, even = replica_choices(range(144), racks, 9)
+    assert all(len({racks[slot] for slot in replica}) == 1 for replica in inside)
+    assert {len(replica) for replica in even} == {16}
+    assert sum(len({racks[slot] for slot in replica}) > 1 for replica in even) == 1

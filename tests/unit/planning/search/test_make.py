@@ -26,7 +26,7 @@ from nep.planning.shapes import ModelShape, parameter_lines
 from nep.planning.validation import check_plan, check_runnable
 from tests.unit.planning.strategies import small_shape, units_of
 
-LAWS = settings(max_examples=25, suppress_health_check=[HealthCheck.too_slow, HealthCheck.data_too_large])
+LAWS = settings(max_examples=15, suppress_health_check=[HealthCheck.too_slow, HealthCheck.data_too_large])
 
 
 @st.composite
@@ -131,11 +131,7 @@ def _planned(request: PlanRequest) -> Planned | None:
 def _check_laws(request: PlanRequest, planned: Planned) -> None:
     plan, report, lines = planned.plan, planned.report, parameter_lines(request.shape)
     check_plan(plan, lines)
-    if report.copies is None:
-        # Slots that are left out leave holes; otherwise training could carry out any such plan.
-        number = {slot: index for index, slot in enumerate(plan.slots)}
-        if list(number) == list(number.values()):
-            check_runnable(plan, lines, num_slots=len(plan.slots), global_batch_size=request.workload.global_batch_size)
+    check_runnable(plan, lines, slots=plan.slots, global_batch_size=request.workload.global_batch_size)
     assert set(plan.slots) <= set(request.cluster.healthy)
     assert plan.global_batch_size == request.workload.global_batch_size
     holding = units_of(plan.holders)
@@ -148,7 +144,7 @@ def _check_laws(request: PlanRequest, planned: Planned) -> None:
     chosen = [one for one in report.alternatives if one.chosen]
     assert len(chosen) == 1 and chosen[0].step_s == report.predicted.total
     assert 0 < report.balance <= 1 + 1e-9
-    assert report.bound_s <= report.layers_s * (1 + 1e-9)
+    assert report.bound_s <= report.placement_s * (1 + 1e-9)
     assert (report.skipped is not None) == (plan is request.current)
     assert [figures.slot for figures in report.slots] == list(plan.slots)
 
@@ -239,7 +235,7 @@ def test_plans_from_scratch_keep_the_laws_and_are_no_worse_than_plain_whole_expe
         assert planned.report.predicted.total <= theirs.total * (1 + 1e-9)
 
 
-@LAWS
+@settings(LAWS, max_examples=6)  # each makes up to six plans
 @given(st.data())
 def test_plans_that_grow_out_of_others_keep_the_laws(data: st.DataObject) -> None:
     request = data.draw(_requests())
