@@ -184,6 +184,11 @@ class Waiter:
         self.deadline_s = deadline_s
         self.parked: list[Pending] = []
 
+    @property
+    def fault(self) -> str | None:
+        """Why the generation is broken, or None."""
+        return self._fault()
+
     def wait(self, pending: Pending, what: str, deadline_s: float | None = None) -> None:
         """Return when `pending` has ended well.
 

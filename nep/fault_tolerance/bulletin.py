@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import threading
 import time
 from typing import Any
@@ -11,6 +12,7 @@ from nep.fault_tolerance.control_store import ControlStore, request_key, step_ke
 from nep.fault_tolerance.requests import Requests
 
 _RENEW_S = 86_400.0  # how long one blocking request lasts; a time-out costs the store a warning
+_RETRY_S = 1.0
 _PAUSE_S = 0.005
 _TELL_S = 0.5  # between two words on the step
 
@@ -20,13 +22,17 @@ def follow_requests(connections: Connections, requests: Requests) -> None:
     connection = connections.take()
 
     def follow() -> None:
-        try:
-            while True:
-                number = len(requests.known)
-                if connection.wait(request_key(number + 1), _RENEW_S) and requests.read(connection) == number:
-                    time.sleep(_PAUSE_S)
-        except RuntimeError:
-            return  # the store is gone; whoever needs it will say so
+        store = connection
+        while True:
+            try:
+                while True:
+                    number = len(requests.known)
+                    if store.wait(request_key(number + 1), _RENEW_S) and requests.read(store) == number:
+                        time.sleep(_PAUSE_S)
+            except RuntimeError:
+                time.sleep(_RETRY_S)  # the store cannot be reached: there are no news
+            with contextlib.suppress(RuntimeError):
+                store = store.reconnect(_RETRY_S)
 
     threading.Thread(target=follow, name="requests", daemon=True).start()
 
@@ -53,11 +59,10 @@ class StepBoard:
             self._thread.start()
 
     def _write(self) -> None:
-        connection: ControlStore = self._connections.take()
-        try:
-            while self._news.wait():
-                self._news.clear()
+        connection: ControlStore | None = None
+        while self._news.wait():
+            self._news.clear()
+            with contextlib.suppress(RuntimeError):  # the store cannot be reached: nobody is told meanwhile
+                connection = connection or self._connections.take()
                 connection.set_json(step_key(), self._last)
-                time.sleep(_TELL_S)
-        except RuntimeError:
-            return
+            time.sleep(_TELL_S)

@@ -117,6 +117,8 @@ def apply(run: SlotRun) -> None:
         history.counts_le.append(run.counts_le)
     run.counts_le = None
     run.progress = applied  # only now may the buffers of the sums be used again
+    run.stopping |= tally.stop
+    run.on_applied()
 
 
 def commit_layout(run: SlotRun, next_state: SlotState) -> None:
@@ -169,6 +171,7 @@ def _vote(
         layout=layout,
         norm2=norm2,
         nonfinite=nonfinite,
+        stop=run.stop_requested(),
         tokens=sums.tokens if sums else 0,
         loss=sums.loss if sums else 0.0,
         seconds=sums.seconds if sums else 0.0,

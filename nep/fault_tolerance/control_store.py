@@ -227,6 +227,14 @@ class ControlStore:
         """The same store and prefix through a connection of its own, for another thread."""
         return ControlStore(self._store.clone(), self.prefix)
 
+    def reconnect(self, timeout_s: float) -> ControlStore:
+        """A new connection in place of this one, which has failed.
+
+        Raises:
+            RuntimeError: nobody answered in time.
+        """
+        return ControlStore.connect(self.address, self.prefix, timeout_s)
+
     def at_prefix(self, prefix: str) -> ControlStore:
         """The same connection (so: the same thread) with another prefix."""
         return ControlStore(self._store, prefix)

@@ -12,7 +12,7 @@ from dataclasses import dataclass
 from nep.fault_tolerance.control_store import ControlStore, injected_key
 
 KINDS = ("kill", "stop", "exit0", "exception")
-PHASES = ("forward", "dispatch", "backward", "sync", "mirror", "vote", "apply", "return", "recover")
+PHASES = ("forward", "dispatch", "backward", "sync", "mirror", "vote", "apply", "return", "recover", "checkpoint")
 _PATTERN = re.compile(r"(?P<slot>\d+)@(?P<step>\d+)(:(?P<kind>[a-z0-9]+)(@(?P<phase>[a-z]+))?)?")
 
 
@@ -25,7 +25,8 @@ class Failure:
     """One failure to inject.
 
     Attributes:
-        slot, step: where and in which step (counted from 1; for phase `recover` the step that is replayed).
+        slot, step: where and in which step (counted from 1; for phase `recover` the step that is replayed, for
+            `checkpoint` the one that is saved: a file of it is written and not yet reported).
         kind: kill (SIGKILL), stop (SIGSTOP), exit0 (`os._exit(0)`) or exception.
         phase: which part of the step, see PHASES.
     """

@@ -11,12 +11,14 @@ from nep.distributed.timeouts import Timeouts
 from nep.fault_tolerance.control_store import ControlStore, decision_key, end_key, exit_key, fence_key, record_key
 from nep.fault_tolerance.requests import incarnation_of
 from nep.fault_tolerance.transaction import Decision, Progress
+from nep.fault_tolerance.unsupervised import report_unsupervised
 
 log = logging.getLogger(__name__)
 
 _POLL_S = 0.002
 # A slot that could decide waits this long for each member before it, so that usually only one makes a plan.
 _TURN_S = 0.05
+_LOOK_S = 0.1  # between two looks at the supervisors of those that are silent
 
 
 class LeftOut(RuntimeError):
@@ -81,6 +83,7 @@ def agree(
     store.set(record_key(generation, own.slot), own.to_json())
     deadline = time.monotonic() + timeouts.agree_s
     fence_at = time.monotonic() + timeouts.wait_s
+    look_at = time.monotonic() + _LOOK_S
     ready_since: float | None = None
     while True:
         text = store.get(decision_key(generation))
@@ -93,6 +96,9 @@ def agree(
         posted = [slot for slot in members if store.exists(record_key(generation, slot))]
         dead = dead_members(store, members, incarnations)
         silent = [slot for slot in members if slot not in posted and slot not in dead]
+        if silent and now > look_at:
+            report_unsupervised(store, silent, incarnations)
+            look_at = now + _LOOK_S
         live = [slot for slot in posted if slot not in dead]
         if not silent:
             ready_since = now if ready_since is None else ready_since

@@ -164,7 +164,7 @@ def _agree(run: SlotRun, number: int, members: tuple[int, ...]) -> Decision:
         raise CheckpointNeeded(
             f"slots {lost_slots} were lost together, and with them owner and "
             f"mirror of {len(decision.lost)} intervals (the first: units {lo} to {hi} of {axis}); "
-            "the training state can only come from a checkpoint, and there is none"
+            "the training state can only come from a checkpoint"
         )
     return decision
 

@@ -90,6 +90,9 @@ class SlotRun:
         story: what returners are told beside tensors: how this slot tells it, and how it takes it.
         routing: what routing remembers of it; None: the model keeps nothing.
         parking: groups and operations of broken generations.
+        stop_requested: whether somebody has told this slot to stop.
+        stopping: some slot was told to, and the step that said so is committed: the job ends here.
+        on_applied: called when a step has been applied, also by a roll-forward: owned and mirrored state are of it.
     """
 
     job: Job
@@ -113,6 +116,9 @@ class SlotRun:
     routing: RoutingState | None = None
     generation: Generation | None = None
     parking: ParkingLot = field(default_factory=ParkingLot)
+    stop_requested: Callable[[], bool] = lambda: False
+    stopping: bool = False
+    on_applied: Callable[[], None] = lambda: None
 
     @property
     def slot(self) -> int:

@@ -19,6 +19,7 @@ from __future__ import annotations
 
 import contextlib
 import dataclasses
+import json
 import os
 import signal
 import sys
@@ -50,6 +51,7 @@ from nep.fault_tolerance.job import (
     slot_log_path,
 )
 from nep.fault_tolerance.requests import Requests, drained, incarnation_of
+from nep.fault_tolerance.unsupervised import whereabouts
 
 T = TypeVar("T")
 
@@ -219,7 +221,7 @@ class _Supervisor:
             self._lose_store(error)
             return
         self._store = store
-        me = f"pid {os.getpid()} at {time.time()} on {os.uname().nodename}"
+        me = json.dumps(whereabouts())
         found = self._ask(lambda s: s.compare_and_set(supervisor_key(spec.slot), "", me), me)
         if found != me:
             # An elastic launcher starts its workers anew without counting it as an attempt.
@@ -301,7 +303,7 @@ class _Supervisor:
     # When it is gone.
 
     def _leave_after_end(self, exit_code: int, end_code: int) -> int:
-        if exit_code in FINAL_CODES:
+        if exit_code in (*FINAL_CODES, end_code):
             return exit_code
         self._say(f"the trainer ended by {_describe(exit_code)} after the end of the job (exit code {end_code})")
         return end_code

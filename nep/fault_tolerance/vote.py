@@ -24,6 +24,7 @@ _NO_DIGEST = bytes(32)
 _BODY = struct.Struct("<HBBIII QQdQdQdQQ 32sI")
 _CRC = struct.Struct("<I")
 _FLAG_NONFINITE = 1
+_FLAG_STOP = 2
 _BITS = {
     "slot": 32,
     "generation": 32,
@@ -71,6 +72,7 @@ class VoteRecord:
         loss: sum of the loss over those tokens.
         nonfinite: this slot met a gradient or a loss that is not finite.
         request: highest id of an operator's request that this slot has read.
+        stop: this slot was told to stop: the job ends after this step.
         seconds: compute time of the step, communication excluded.
         digest: sha256 of the plan's canonical JSON.
         state_hash: hash of the owned minus hash of the mirrored state, modulo 2^64.
@@ -87,6 +89,7 @@ class VoteRecord:
     tokens: int = 0
     loss: float = 0.0
     nonfinite: bool = False
+    stop: bool = False
     request: int = 0
     seconds: float = 0.0
     digest: bytes = _NO_DIGEST
@@ -109,7 +112,7 @@ class VoteRecord:
         body = _BODY.pack(
             RECORD_VERSION,
             self.kind,
-            _FLAG_NONFINITE if self.nonfinite else 0,
+            (_FLAG_NONFINITE if self.nonfinite else 0) | (_FLAG_STOP if self.stop else 0),
             self.slot,
             self.generation,
             self.samples,
@@ -148,7 +151,7 @@ class VoteRecord:
             )
         if kind not in tuple(VoteKind):
             raise CorruptRecord(f"vote record of unknown kind {kind}")
-        if flags & ~_FLAG_NONFINITE or reserved:
+        if flags & ~(_FLAG_NONFINITE | _FLAG_STOP) or reserved:
             raise CorruptRecord(f"vote record with unknown flags 0x{flags:02x} or reserved word 0x{reserved:08x}")
         transaction, layout, norm2, tokens, loss, request, seconds, state_hash, sample_hash = words
         try:
@@ -161,7 +164,8 @@ class VoteRecord:
                 norm2=norm2,
                 tokens=tokens,
                 loss=loss,
-                nonfinite=bool(flags),
+                nonfinite=bool(flags & _FLAG_NONFINITE),
+                stop=bool(flags & _FLAG_STOP),
                 request=request,
                 seconds=seconds,
                 digest=digest,
@@ -260,6 +264,7 @@ class Tally:
         sample_hash: modulo 2^64; tells whether each sample was taken once.
         state_hash: modulo 2^64; zero when every owned interval equals its mirror.
         request: highest request id that *all* slots have read; it and those before it take effect now.
+        stop: some slot was told to stop, so the job ends after this step.
     """
 
     tokens: int
@@ -270,6 +275,7 @@ class Tally:
     sample_hash: int
     state_hash: int
     request: int
+    stop: bool = False
 
     @classmethod
     def of(cls, records: Sequence[VoteRecord]) -> Self:
@@ -296,6 +302,7 @@ class Tally:
             sample_hash=sum(record.sample_hash for record in records) % _MODULUS,
             state_hash=sum(record.state_hash for record in records) % _MODULUS,
             request=min(record.request for record in records),
+            stop=any(record.stop for record in records),
         )
 
 

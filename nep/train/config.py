@@ -24,6 +24,7 @@ from nep.planning.shapes import ModelShape, parameter_lines
 from nep.planning.validation import check_runnable
 
 _LONGEST_BASE_S = 86_400
+_SAVE_EVERY = 100
 
 DTYPES = {"float64": torch.float64, "float32": torch.float32, "bfloat16": torch.bfloat16}
 
@@ -54,6 +55,9 @@ class TrainConfig:
         validation_sequences: held-out sequences for the validation loss, at the beginning and at the end.
         failures: to inject, see `Failure`.
         run_dir: folder for logs and job.json.
+        checkpoint_dir: folder of checkpoints, to go on from and to write to; all slots must see it. None: none.
+        checkpoint_every: steps from one to the next (100 by default); one more is written at the end.
+        checkpoint_keep: so many of the newest are kept.
         loads_out, save_params, json: files to write at the end, each optional.
         degrees: to cut replicas, lanes and experts just so; `replicas` and `tp` are theirs then. None: the planner's.
         plan: to begin with; then replicas, lanes and redundancy are the plan's. None: plan for equal slots.
@@ -80,6 +84,9 @@ class TrainConfig:
     validation_sequences: int = 16
     failures: tuple[Failure, ...] = ()
     run_dir: Path = Path("runs")
+    checkpoint_dir: Path | None = None
+    checkpoint_every: int | None = None
+    checkpoint_keep: int = 2
     loads_out: Path | None = None
     save_params: Path | None = None
     json: Path | None = None
@@ -90,6 +97,11 @@ class TrainConfig:
     @property
     def torch_dtype(self) -> torch.dtype:
         return DTYPES[self.dtype]
+
+    @property
+    def save_every(self) -> int:
+        """Steps from one checkpoint to the next."""
+        return _SAVE_EVERY if self.checkpoint_every is None else self.checkpoint_every
 
     def first_plan(self, cluster: Cluster, lines: Lines) -> Plan:
         """The plan that the job begins with.
@@ -155,7 +167,7 @@ class TrainConfig:
             problems += self._round_problems(
                 self.first_plan(Cluster.uniform(num_slots, num_slots), parameter_lines(shape))
             )
-        problems += self._plan_problems(shape, num_slots)
+        problems += self._plan_problems(shape, num_slots) + self._checkpoint_problems()
         for failure in self.failures:
             if failure.slot >= num_slots:
                 problems.append(
@@ -255,6 +267,24 @@ class TrainConfig:
             f"micro_batch_size ({self.micro_batch_size}); give --micro-batch-size {most}, or --aux-loss-counts previous"
         ]
 
+    def _checkpoint_problems(self) -> list[str]:
+        problems = []
+        for name in ("checkpoint_every", "checkpoint_keep"):
+            value = getattr(self, name)
+            if value is not None and value < 1:
+                problems.append(f"{name} ({value}) must be at least 1; give --{name.replace('_', '-')} such a number")
+        if self.checkpoint_dir is None:
+            if self.checkpoint_every is not None:
+                problems.append(
+                    f"checkpoint_every ({self.checkpoint_every}) needs a folder; give one with --checkpoint-dir"
+                )
+            problems += [
+                f"--fail {failure}: there is no checkpoint to fail in; give --checkpoint-dir"
+                for failure in self.failures
+                if failure.phase == "checkpoint"
+            ]
+        return problems
+
     def _file_problems(self) -> list[str]:
         named = {"loads_out": self.loads_out, "save_params": self.save_params, "json": self.json}
         problems = []
@@ -267,12 +297,15 @@ class TrainConfig:
                 problems.append(f"{name} ({path}): the folder {path.parent} does not exist; create it first")
             elif not _is_writable(path.parent):
                 problems.append(f"{name} ({path}): the folder {path.parent} cannot be written to; choose another")
-        run_dir = self.run_dir.absolute()
-        there = next(path for path in (run_dir, *run_dir.parents) if os.path.lexists(path))
-        if not os.path.isdir(there):
-            problems.append(f"run_dir ({self.run_dir}): {there} is no folder; choose another --run-dir")
-        elif not _is_writable(there):
-            problems.append(f"run_dir ({self.run_dir}): {there} cannot be written to; choose another --run-dir")
+        for name, folder in (("run_dir", self.run_dir), ("checkpoint_dir", self.checkpoint_dir)):
+            if folder is None:
+                continue
+            whole, option = folder.absolute(), f"--{name.replace('_', '-')}"
+            there = next(path for path in (whole, *whole.parents) if os.path.lexists(path))
+            if not os.path.isdir(there):
+                problems.append(f"{name} ({folder}): {there} is no folder; choose another {option}")
+            elif not _is_writable(there):
+                problems.append(f"{name} ({folder}): {there} cannot be written to; choose another {option}")
         return problems
 
 

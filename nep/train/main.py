@@ -35,15 +35,17 @@ from nep.report.layouts import layout_picture
 from nep.report.readers.plan_file import read_plan
 from nep.report.summary import summary
 from nep.report.terminal import ProgressLine, print_text, terminal_width
+from nep.train.checkpoints import STOPPED
 from nep.train.config import TrainConfig
 from nep.train.data import TextSamples, load_text
 from nep.train.log import log_to_file
 from nep.train.outcome import outcome, write_json, write_loads
+from nep.train.resume import BAD_INPUT, CannotResume, check_resume, subject_of
 from nep.train.trainer import Hooks, Trainer
 
 BuildModel = Callable[[ModelShape, torch.dtype, str], nn.Module]
 
-EXIT_BAD_INPUT = 2
+EXIT_BAD_INPUT = BAD_INPUT
 
 # The launcher stops all processes when the first one ends, so those that say nothing let the other one speak first.
 _WORD_S = 10.0
@@ -120,6 +122,12 @@ class Options:
     """Plan to change to without a restart, STEP=FILE: after that step is committed; repeatable."""
     fail: Annotated[tuple[str, ...], tyro.conf.UseAppendAction] = ()
     """Failure to inject, SLOT@STEP[:KIND[@PHASE]], for example 2@30 or 0@5:kill@vote; repeatable."""
+    checkpoint_dir: Path | None = None
+    """Folder of checkpoints, seen by all processes: the job goes on from the newest, and writes more."""
+    checkpoint_every: int | None = None
+    """Steps from one checkpoint to the next (100 by default); one more is written at the end, or at SIGTERM."""
+    checkpoint_keep: int = 2
+    """Checkpoints to keep, the newest."""
     run_dir: Path = Path("runs")
     """Folder in which the run makes its own, for logs and job.json."""
     loads_out: Path | None = None
@@ -151,7 +159,7 @@ def main(build: BuildModel, arguments: Sequence[str] | None = None) -> int:
         arguments: by default those of the process.
 
     Returns:
-        Exit code: 0 done, 2 bad input, 3 a checkpoint is needed and none exists.
+        Exit code: 0 done, 2 bad input, 3 a checkpoint is needed and none exists, 4 stopped with a checkpoint.
     """
     speaks = os.environ.get("RANK", "0") == "0"  # all processes find the same mistake; one says so
     options = tyro.cli(Options, args=arguments) if speaks else _options_in_silence(arguments)
@@ -236,6 +244,9 @@ def _checked(options: Options, num_slots: int) -> _Request:
         respawn=options.respawn,
         validation_sequences=options.validation_sequences,
         failures=tuple(Failure.parse(text) for text in options.fail),
+        checkpoint_dir=options.checkpoint_dir,
+        checkpoint_every=options.checkpoint_every,
+        checkpoint_keep=options.checkpoint_keep,
         run_dir=options.run_dir,
         loads_out=options.loads_out,
         save_params=options.save_params,
@@ -250,6 +261,7 @@ def _checked(options: Options, num_slots: int) -> _Request:
             f"data has {data.vocab_size} tokens and {shape.name} a vocabulary of {shape.vocab_size}; "
             "choose a model with a larger vocabulary"
         )
+    check_resume(config, subject_of(config, data, shape, parameter_lines(shape)))
     return _Request(shape=shape, config=config, data=data)
 
 
@@ -296,11 +308,11 @@ def _start(build: BuildModel, request: _Request, spec: JobSpec | None, run_dir: 
         )
         return run_alone(lambda job: _train(build, request, job), spec=alone)
     spec = dataclasses.replace(spec, run_dir=run_dir / spec.run_id, respawn=request.config.respawn)
-    return supervise(lambda job: _train(build, request, job), spec=spec)
+    return supervise(lambda job: _train(build, request, job, launched=True), spec=spec)
 
 
-def _train(build: BuildModel, request: _Request, job: Job) -> int:
-    """In the trainer's process."""
+def _train(build: BuildModel, request: _Request, job: Job, *, launched: bool = False) -> int:
+    """In the trainer's process. A launcher that told its processes to stop finds that they did, without an error."""
     log_to_file(job.log_path)
     logging.getLogger(__name__).info("%s", request.config)
     view = _View(request)
@@ -309,7 +321,12 @@ def _train(build: BuildModel, request: _Request, job: Job) -> int:
     dtype = request.config.torch_dtype
     trainer = Trainer(lambda: build(request.shape, dtype, backend), request.data, request.config, view.hooks())
     try:
-        return trainer.run(job)
+        code = trainer.run(job)
+        return 0 if code == STOPPED and launched and trainer.was_stopped else code
+    except CannotResume as error:
+        if job.slot == 0:
+            print(f"train: {error}", file=sys.stderr)
+        return EXIT_BAD_INPUT
     finally:
         view.close()
 
@@ -323,7 +340,7 @@ class _View:
         self._last = time.perf_counter()
 
     def hooks(self) -> Hooks:
-        return Hooks(on_commit=self._commit, on_recovery=self._recovery, on_end=self._end)
+        return Hooks(on_commit=self._commit, on_recovery=self._recovery, on_end=self._end, on_message=self._message)
 
     def close(self) -> None:
         self._progress.close()
@@ -339,6 +356,9 @@ class _View:
                 generation=trainer.run_state.current.number,
                 live_slots=trainer.members,
             )
+
+    def _message(self, trainer: Trainer, line: str) -> None:
+        self._progress.message(line)
 
     def _recovery(self, trainer: Trainer, recovery: Recovery) -> None:
         if trainer.reports:

@@ -44,6 +44,7 @@ def outcome(trainer: Trainer, model_name: str) -> dict[str, Any]:
         "recovery_phases_s": [recovery.phases_s() for recovery in trainer.recoveries],
         "full_size_s": trainer.full_size_s,
         "live_slots": list(trainer.members),
+        "resumed_step": trainer.resumed_step,
         "data_digest": trainer.data.digest,
         "layout": trainer.plan.number,
         "unprotected_intervals": len(trainer.plan.unprotected(trainer.run_state.recipe.lines)),

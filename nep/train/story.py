@@ -31,6 +31,8 @@ class Story:
         validation_losses: so far.
         full_size_s: see `nep.train.trainer.Trainer`.
         short_since: when the job last lost a slot, if it is not complete again; seconds since the epoch.
+        resumed_step: that of the checkpoint which the job began with, or 0.
+        stopping: the job ends after the last committed step.
         first_plan: canonical JSON.
     """
 
@@ -41,6 +43,8 @@ class Story:
     validation_losses: list[float] = field(default_factory=list)
     full_size_s: list[float] = field(default_factory=list)
     short_since: float | None = None
+    resumed_step: int = 0
+    stopping: bool = False
     first_plan: str = ""
 
     def to_bytes(self) -> bytes:
@@ -58,6 +62,8 @@ class Story:
                 "validation_losses": self.validation_losses,
                 "full_size_s": self.full_size_s,
                 "short_since": self.short_since,
+                "resumed_step": self.resumed_step,
+                "stopping": self.stopping,
                 "first_plan": self.first_plan,
             }
         ).encode()
@@ -89,6 +95,8 @@ class Story:
             validation_losses=value["validation_losses"],
             full_size_s=value["full_size_s"],
             short_since=value["short_since"],
+            resumed_step=value["resumed_step"],
+            stopping=value["stopping"],
             first_plan=value["first_plan"],
         )
 

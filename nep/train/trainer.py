@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
 import logging
 import time
@@ -10,7 +11,9 @@ from dataclasses import dataclass
 
 import torch
 from torch import nn
+from torch.distributed import DistError
 
+from nep.checkpoint.subject import Subject
 from nep.distributed.collectives import all_gather_bytes, sum_exact
 from nep.distributed.groups import create_device
 from nep.distributed.timeouts import Timeouts
@@ -48,10 +51,13 @@ from nep.planning.layout import Lines
 from nep.planning.plan import Plan
 from nep.planning.planner import plan_after_failure, plan_mirrors
 from nep.planning.validation import check_runnable
+from nep.train.checkpoints import STOPPED, Checkpoints
 from nep.train.config import TrainConfig
 from nep.train.data import SampleSource
 from nep.train.initialization import initial_units
 from nep.train.log import follow_generation
+from nep.train.resume import find_start, subject_of
+from nep.train.signals import StopSignals
 from nep.train.step import forward_backward, prepare_model, validation_sums
 from nep.train.story import Story
 
@@ -70,6 +76,7 @@ class Hooks:
             slots must answer alike, from committed state alone; lanes and replicas may differ, slots and global batch
             not. One that no longer fits, since a slot has failed, is named and left.
         on_end: after the last step, while all slots are still there: (trainer).
+        on_message: a line for people from the background: of checkpoints, from whichever slot has one: (trainer, line).
     """
 
     on_commit: Callable[[Trainer, Committed], None] = lambda trainer, committed: None
@@ -77,6 +84,7 @@ class Hooks:
     on_plan: Callable[[Trainer, Plan], None] = lambda trainer, plan: None
     next_plan: Callable[[Trainer], Plan | None] = lambda trainer: None
     on_end: Callable[[Trainer], None] = lambda trainer: None
+    on_message: Callable[[Trainer, str], None] = lambda trainer, line: None
 
 
 class Trainer:
@@ -112,6 +120,10 @@ class Trainer:
         self._overlap: Overlap
         self._protected = 0  # number of a plan that cannot be protected any better
         self.run_state: SlotRun
+        self.resumed_step = 0  # of the checkpoint that this run began with
+        self._signals = StopSignals()
+        self._subject: Subject
+        self._checkpoints: Checkpoints
 
     # What hooks may read.
 
@@ -140,20 +152,37 @@ class Trainer:
     # The life of a trainer.
 
     def run(self, job: Job) -> int:
-        """Train to the last step and return the exit code (0, or 3: a checkpoint is needed and none exists)."""
+        """Train to the last step and return the exit code.
+
+        Returns:
+            0: done; 3: a checkpoint is needed and none exists; 4: stopped, and the same command goes on from a
+            checkpoint.
+
+        Raises:
+            CannotResume: the checkpoints of the config's folder are of something else, or cannot be loaded.
+        """
         torch.set_num_threads(1 if job.slots_per_node > 1 else torch.get_num_threads())
         store = job.connect()
+        first = self._found(job, store) if job.incarnation == 1 else None
         try:
-            self._live(self._found(job, store) if job.incarnation == 1 else self._come_back(job, store))
-            return 0
+            with self._signals.caught() if self.config.checkpoint_dir is not None else contextlib.nullcontext():
+                self._live(first or self._come_back(job, store))
+            if not self.was_stopped:
+                return 0
+            line, code = self._checkpoints.end(f"stopped after step {self.step}")
+            self._pass_messages()
+            self._remind(line)
+            return code
         except CheckpointNeeded as lost:
-            self._announce(str(lost))
-            store.compare_and_set(end_key(), "", "3")
-            return 3
+            line, code = self._checkpoints.end(str(lost))
+            self._pass_messages()
+            self._announce(line)
+            return code
         except JobEnded as over:
             log.info("%s", over)
             return over.exit_code
         except Drained as left:
+            self._checkpoints.leave()
             self._announce(str(left))
             return 0
         except (LeftOut, NobodyLeft) as left:
@@ -181,6 +210,7 @@ class Trainer:
                 else:
                     self._recovery = self._recovery or Recovery()  # before: who comes back is told of it
                     recover(run, fault, number, members, self._recovery)
+                    self._checkpoints.lose(self._recovery.failed_slots)
                     self._begin(self._recovery.reason)
                     run.parking.reap()  # before its sockets cost time, see `Fault.without_frames`
                 number, members = run.current.number, run.current.members
@@ -191,42 +221,54 @@ class Trainer:
                 fault = broken.without_frames()
 
     def _found(self, job: Job, store: ControlStore) -> Decision:
-        """Generation 1: the plan that one slot wrote and all read, and the state before step 1."""
+        """Generation 1: the plan that one slot wrote and all read, and the state before the first step."""
+        self._subject, start = find_start(store, job, self.config, self.data, self._make_model())
+        step = 0 if start is None else start.step
         lines = self._make_model().parameter_lines()  # type: ignore[operator]
         cluster = Cluster.uniform(job.num_slots, job.slots_per_node)
         mine = self.config.first_plan(cluster, lines)
         decision = Decision(
             generation=1,
             members=tuple(range(job.num_slots)),
-            committed=0,
+            committed=step,
             result=None,
             result_slots=(),
             layout=mine.number,
             layout_digest=mine.digest,
             action="continue",
             plan=mine.canonical_json(),
-            params_versions=dict.fromkeys(range(job.num_slots), 0),
+            params_versions=dict.fromkeys(range(job.num_slots), step),
             reason="start",
         )
         written = Decision.from_json(store.compare_and_set(decision_key(1), "", decision.to_json()))
         assert written.plan is not None
         plan = Plan.from_json(written.plan)
-        state = SlotState.initial(
-            plan,
-            job.slot,
-            lines,
-            self.config.torch_dtype,
-            lambda name, lo, hi: initial_units(self.config.seed, name, lines[name], lo, hi),
-            self.config.optimizer.moments,
-        )
+        if start is not None:
+            state = start.state(plan, job.slot, lines, self.config.torch_dtype)
+        else:
+            state = SlotState.initial(
+                plan,
+                job.slot,
+                lines,
+                self.config.torch_dtype,
+                lambda name, lo, hi: initial_units(self.config.seed, name, lines[name], lo, hi),
+                self.config.optimizer.moments,
+            )
         progress = Progress(slot=job.slot, layout=plan.number, layout_digest=plan.digest)
         self._prepare(job, store, lines, state, progress)
+        if start is not None:
+            start.restore(self.run_state)
+            self.resumed_step, self.validation_losses = start.step, start.validation_losses
+            if job.slot == 0:
+                print("\n".join(start.text(self.config)), flush=True)
         wait_for_everybody(store, job.slot, job.num_slots, self.run_state.recipe.timeouts.start_s, self._remind)
         return written
 
     def _come_back(self, job: Job, store: ControlStore) -> Decision:
         """A later trainer of this slot: the decision that makes it a member; it has nothing before."""
-        config, lines = self.config, self._make_model().parameter_lines()  # type: ignore[operator]
+        config, model = self.config, self._make_model()
+        lines = model.parameter_lines()  # type: ignore[operator]
+        self._subject = subject_of(config, self.data, model, lines)
         first = first_decision(store, Timeouts(base_s=config.timeout_base_s).start_s)
         assert first.plan is not None
         moments = config.optimizer.moments
@@ -252,6 +294,8 @@ class Trainer:
             validation_losses=self.validation_losses,
             full_size_s=self.full_size_s,
             short_since=self._short_since,
+            resumed_step=self.resumed_step,
+            stopping=self.run_state.stopping,
             first_plan=self.plans[0].canonical_json() if self.plans else "",
         ).to_bytes()
 
@@ -260,7 +304,8 @@ class Trainer:
         self.run_state.history = story.history
         self.generations, self.recoveries = story.generations, story.recoveries
         self.validation_losses, self.full_size_s = story.validation_losses, story.full_size_s
-        self._short_since = story.short_since
+        self._short_since, self.resumed_step = story.short_since, story.resumed_step
+        self.run_state.stopping = story.stopping
         self.plans = [Plan.from_json(story.first_plan)] if story.first_plan else []
         if story.recovery is not None and self._recovery is not None:
             for item in dataclasses.fields(Recovery):
@@ -300,6 +345,10 @@ class Trainer:
             sync=sync,
             story=(self._tell, self._take),
             routing=RoutingState.initial(lines, recipe.dtype),
+            stop_requested=lambda: self._signals.received is not None,
+        )
+        self._checkpoints = Checkpoints(
+            config, self._subject, self.run_state, self._announce, lambda: self.validation_losses[:1]
         )
         self._board = StepBoard(connections)
         if job.num_slots > 1:
@@ -352,8 +401,9 @@ class Trainer:
         run, config = self.run_state, self.config
         if self.step == 0:
             self.validation_losses = [self._validate()]
-        while self.step < config.steps:
+        while self.step < config.steps and not run.stopping:
             step = self.step + 1
+            self._checkpoints.before_step(step)
             follow_generation(run.current.number, self.plan.replica_of(self.slot), self.slot, step)
             generation, probe = run.current, run.probe_at(step)
             reduction = Reduction(run.sync, generation.groups.transfer, generation.waiter, probe, self._overlap.collect)
@@ -373,13 +423,27 @@ class Trainer:
             self._resumed()
             self._tell_step()
             self.hooks.on_commit(self, run.history.steps[-1])
+            self._pass_messages()
             self._obey_requests()
             self._change_plan()
             self._protect()
             run.parking.reap()
         self._resumed()
-        self.validation_losses = [*self.validation_losses[:1], self._validate()]
-        self.hooks.on_end(self)
+        if not self.was_stopped:
+            self.validation_losses = [*self.validation_losses[:1], self._validate()]
+        self._checkpoints.finish()
+        self._pass_messages()
+        if not self.was_stopped:
+            self.hooks.on_end(self)
+
+    @property
+    def was_stopped(self) -> bool:
+        """Whether the job ends before its last step, since somebody wanted it to."""
+        return self.run_state.stopping and self.step < self.config.steps
+
+    def _pass_messages(self) -> None:
+        for line in self._checkpoints.messages():
+            self.hooks.on_message(self, line)
 
     def _obey_requests(self) -> None:
         """Let slots go that are drained, and slots in that have come back. All slots decide alike.
@@ -388,7 +452,7 @@ class Trainer:
             Fault: on purpose, so that the next generation begins.
         """
         run = self.run_state
-        if self.step == self.config.steps:
+        if self.step == self.config.steps or run.stopping:
             return
         effective = run.requests.known[: run.history.request]
         gone, come = leaving(effective, self.plan.slots), returners(effective, run.considered)
@@ -484,10 +548,14 @@ class Trainer:
         """END of the protocol: nobody leaves before the store says that all members have finished."""
         run = self.run_state
         number, store = run.current.number, run.store
-        store.set(finished_key(number, self.slot), "1")
         everybody = [finished_key(number, slot) for slot in self.members]
-        run.current.waiter.wait(_StoreKeys(store, everybody), "the end of the others")
-        store.compare_and_set(end_key(), "", "0")
+        try:
+            store.set(finished_key(number, self.slot), "1")
+            run.current.waiter.wait(_StoreKeys(store, everybody), "the end of the others")
+            store.compare_and_set(end_key(), "", str(STOPPED if self.was_stopped else 0))
+        except DistError as error:
+            # The launcher that hosts it has died. Nobody can ask for anything any more, and all is done here.
+            log.warning("the control store is gone (%s); leaving", type(error).__name__)
 
 
 def _listen_on(store_address: str) -> str | None:

@@ -16,7 +16,7 @@ from nep.planning.planner import plan_from_scratch
 from nep.planning.shapes import parameter_lines, preset
 from tests.endtoend.conftest import BATCH, SmallJob
 
-STEP_PHASES = [phase for phase in PHASES if phase != "recover"]
+STEP_PHASES = [phase for phase in PHASES if phase not in ("recover", "checkpoint")]
 
 
 def test_one_process(small_job: SmallJob, tmp_path: Path) -> None:

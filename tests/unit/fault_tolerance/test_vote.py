@@ -36,6 +36,7 @@ records_st = st.builds(
     tokens=U64,
     loss=FINITE,
     nonfinite=st.booleans(),
+    stop=st.booleans(),
     request=U64,
     seconds=FINITE,
     digest=st.binary(min_size=32, max_size=32),
@@ -113,7 +114,7 @@ def test_fields_lie_where_a_kernel_expects_them() -> None:
 
 @pytest.mark.parametrize(
     ("offset", "value", "message"),
-    [(0, 2, "version 2"), (2, 9, "unknown kind 9"), (3, 2, "unknown flags 0x02"), (120, 1, "reserved")],
+    [(0, 2, "version 2"), (2, 9, "unknown kind 9"), (3, 4, "unknown flags 0x04"), (120, 1, "reserved")],
 )
 def test_an_intact_record_that_is_not_ours_is_refused(offset: int, value: int, message: str) -> None:
     body = bytearray(a_vote((0,))[0].pack()[:124])
@@ -207,6 +208,7 @@ def test_a_tally_adds_in_slot_order(records: list[VoteRecord]) -> None:
     assert tally.sample_hash == sum(r.sample_hash for r in ordered) % 2**64
     assert tally.state_hash == sum(r.state_hash for r in ordered) % 2**64
     assert tally.nonfinite >= any(r.nonfinite for r in ordered)
+    assert tally.stop == any(r.stop for r in ordered)
 
 
 def test_a_tally_rounds_after_every_addition() -> None:

@@ -55,6 +55,7 @@ def make_trainer(**changes: Any) -> Trainer:
         ),
         "plan": plan,
         "members": (0, 2),
+        "resumed_step": 0,
         "validation_losses": [5.5, 0.75],
         "generations": [(1, 0, (0, 1, 2), "start"), (2, 1, (0, 2), "slots [1] are dead")],
         "recoveries": [
@@ -94,6 +95,7 @@ def test_the_object_has_these_entries() -> None:
         "lost_samples": 0,
         "repeated_samples": 0,
         "live_slots": [0, 2],
+        "resumed_step": 0,
         "data_digest": "abc",
         "layout": 2,
         "failures": [
