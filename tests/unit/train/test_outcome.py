@@ -58,6 +58,7 @@ def make_trainer(**changes: Any) -> Trainer:
         "resumed_step": 0,
         "validation_losses": [5.5, 0.75],
         "generations": [(1, 0, (0, 1, 2), "start"), (2, 1, (0, 2), "slots [1] are dead")],
+        "full_size_s": [2.5],
         "recoveries": [
             Recovery(failed_at=10.0, entered_at=10.1, agreed_at=10.2, rebuilt_at=10.4, moved_at=10.5, resumed_at=11.0)
         ],
@@ -94,6 +95,7 @@ def test_the_object_has_these_entries() -> None:
         "lost_steps": 0,
         "lost_samples": 0,
         "repeated_samples": 0,
+        "full_size_s": [2.5],
         "live_slots": [0, 2],
         "resumed_step": 0,
         "data_digest": "abc",
