@@ -10,6 +10,7 @@ from pathlib import Path
 
 import pytest
 
+from nep.checkpoint.folders import whole_in
 from nep.cli import main as nep
 from nep.fault_tolerance.running_job import RunningJob, find_job
 from nep.testing.jobs import JobOutcome
@@ -138,3 +139,16 @@ def test_no_job(tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch:
     assert nep(["status", "--job", "127.0.0.1:1"]) == 1
     assert "no control store answers at 127.0.0.1:1" in capsys.readouterr().err
     assert nep(["drain", "--job", "127.0.0.1:1"]) == 2
+
+
+def test_saves_go_on_while_slots_leave_and_come_back(small_job: SmallJob, tmp_path: Path) -> None:
+    """Slot 2 is drained with a save in flight, slot 1 is killed and comes back to write its part of later ones."""
+    saved = tmp_path / "saved"
+    words = f"--checkpoint-dir {saved} --checkpoint-every 1 --checkpoint-keep 9"
+    options = f"--replicas 2 --respawn 1 --fail 1@4:kill@backward {words}"
+    outcome = run(small_job, tmp_path, 4, options, "3:1 5:2", lambda running, _: running.drain(2) and None)
+    assert reasons(outcome) == ["start", "slots [2] are drained", "slots [1] are dead", "slots [1] return"]
+    whole = [one.step for one in whole_in(saved)]
+    assert whole[0] == 6 and set(whole) >= {6, 5, 2}, f"{whole}: {outcome.output}"
+    again = small_job.run(1, *words.split(), folder=tmp_path / "again", launcher="alone")
+    assert again.result is not None and again.result["resumed_step"] == 6
