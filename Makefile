@@ -21,6 +21,8 @@ REPLICAS ?= 2
 FAIL ?= 2@30
 TRAIN_ARGS ?=
 TEST_ARGS ?=
+# Processes that share out the tests; 0 runs all of them in one, which `--pdb` and `-s` in TEST_ARGS want.
+TEST_WORKERS ?= 2
 
 # Ranks are processes or threads here: one thread each, or they fight over the cores.
 export OMP_NUM_THREADS ?= 1
@@ -33,7 +35,7 @@ help:  ## this page
 	@grep -hE '^[a-z.]+:.*## ' $(MAKEFILE_LIST) | sed -E 's/:[^#]*## /\t/' | expand -t 12
 	@echo
 	@echo "variables: PYTHON, PIP_ARGS, CONSTRAINTS (.venv); NPROC=$(NPROC) STEPS=$(STEPS) REPLICAS=$(REPLICAS)" \
-		"FAIL=$(FAIL) TRAIN_ARGS (train); TEST_ARGS (test, soak)"
+		"FAIL=$(FAIL) TRAIN_ARGS (train); TEST_ARGS (test, soak); TEST_WORKERS=$(TEST_WORKERS) (test)"
 	@echo "torch for CPUs only: make .venv PIP_ARGS='--index-url URL --extra-index-url URL'," \
 		"with the URL that torch's install page names for CPUs first"
 
@@ -51,7 +53,7 @@ train: $(STAMP)  ## train a small MoE on this machine, kill one GPU's process ha
 		--replicas $(REPLICAS) $(if $(FAIL),--fail $(FAIL)) $(TRAIN_ARGS)
 
 test: $(STAMP)  ## all tests but soak and gpu, and the slowest of them by name
-	$(BIN)/python -m pytest -q -m "not soak and not gpu" --durations 15 --durations-min 1 $(TEST_ARGS)
+	$(BIN)/python -m pytest -q -n $(TEST_WORKERS) --dist worksteal -m "not soak and not gpu" --durations 15 --durations-min 1 $(TEST_ARGS)
 
 check: $(STAMP) docs  ## format, lint, types, links
 	$(BIN)/ruff format --check .

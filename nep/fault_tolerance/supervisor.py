@@ -185,6 +185,7 @@ class _Supervisor:
         self._timeouts = timeouts
         self._store: ControlStore | None = None
         self._stopping = False
+        self._told = False  # that the launcher has died
         self._fenced = False
         self._kill_at_s: float | None = None
         self._kill_reason = ""
@@ -281,10 +282,12 @@ class _Supervisor:
         if info is not None and info.si_signo in _STOP_SIGNALS and not self._stopping:
             self._stopping = True
             self._limit(self._timeouts.grace_s, "it did not finish after the launcher's signal")
-            if self._running and os.getppid() != self._launcher_pid:
-                # The kernel's signal for the launcher's death comes to this process alone.
-                self._say("the launcher has died; telling the trainer to stop")
-                processes.send_signal(self._pid, signal.SIGTERM)
+        # The kernel's signal for the launcher's death comes to this process alone. It is sent when the thread that
+        # started this process ends, and for a moment another thread of a dying launcher may be the parent.
+        if self._stopping and not self._told and self._running and os.getppid() != self._launcher_pid:
+            self._told = True
+            self._say("the launcher has died; telling the trainer to stop")
+            processes.send_signal(self._pid, signal.SIGTERM)
 
     def _limit(self, seconds: float, reason: str) -> None:
         """Let the trainer live `seconds` more; an earlier limit stays."""

@@ -14,7 +14,12 @@ STOPPED_JOB = Path(__file__).with_name("stopped_job.py")
 
 
 @pytest.mark.parametrize(
-    ("name", "code"), [("SIGTERM@launcher", 1), ("SIGKILL@launcher", -9), ("SIGKILL@supervisor", 1)]
+    ("name", "code"),
+    [
+        pytest.param("SIGTERM@launcher", 1, marks=pytest.mark.soak),
+        ("SIGKILL@launcher", -9),
+        ("SIGKILL@supervisor", 1),  # torchrun sends the others SIGTERM
+    ],
 )
 def test_what_ends_a_job_under_torchrun_costs_no_step(
     small_job: SmallJob, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, name: str, code: int
@@ -46,7 +51,7 @@ def test_owner_and_mirror_lost_together_go_on_from_the_checkpoint(small_job: Sma
     assert [one.step for one in whole_in(tmp_path / "saved")] == [6, 4]
 
 
-@pytest.mark.parametrize("step", [2, 6])
+@pytest.mark.parametrize("step", [2, pytest.param(6, marks=pytest.mark.soak)])
 def test_a_slot_that_dies_while_it_saves_costs_neither_a_step_nor_the_checkpoint(
     small_job: SmallJob, tmp_path: Path, step: int
 ) -> None:
@@ -76,13 +81,8 @@ def test_a_job_that_is_killed_while_it_saves_goes_on_from_the_checkpoint_before(
     assert again.result is not None and again.result["resumed_step"] == 2
     assert [(one.step, one.is_whole) for one in found_in(saved)] == [(6, True), (4, True)]
 
-
-def test_a_job_that_is_done_is_done(small_job: SmallJob, tmp_path: Path) -> None:
-    """Nothing is left to train, and the files are written again."""
-    options = ["--checkpoint-dir", str(tmp_path / "saved")]
-    small_job.run(2, *options, folder=tmp_path / "1")
-    again = small_job.run(1, *options, folder=tmp_path / "2", launcher="alone")
-    assert again.result is not None and again.result["resumed_step"] == 6
-    refused = small_job.run(1, *options, "--seed", "5", folder=tmp_path / "3", launcher="alone", check=False)
+    done = small_job.run(1, *options, folder=tmp_path / "3", launcher="alone")
+    assert done.result is not None and done.result["resumed_step"] == 6, "nothing is left to train"
+    refused = small_job.run(1, *options, "--seed", "5", folder=tmp_path / "4", launcher="alone", check=False)
     assert refused.returncode == 2
     assert "seed (5) is not the checkpoint's (0); give the same --seed" in refused.output

@@ -44,7 +44,7 @@ def savers(
 ) -> dict[int, Saver]:
     """A saver for each slot."""
     board = MemoryBoard() if board is None else board
-    config = SaverConfig(**{"root": root, "tag": "ab12", "stall_s": 20.0, "part_bytes": 1000, **options})
+    config = SaverConfig(**{"root": root, "tag": "ab12", "stall_s": 20.0, "part_bytes": 20_000, **options})
     return {slot: Saver(slot, board, lambda _: dead(), config) for slot in slots}
 
 

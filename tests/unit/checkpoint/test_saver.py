@@ -29,6 +29,7 @@ from tests.multirank.training import make_training
 
 PLAN = lane_plan([[[0], [1]], [[2], [3]]], SHAPE, [2, 1, 2, 1])
 KEYS = SaveKeys(1, PLAN.number)
+PART_BYTES = 10_000  # several files of each slot
 
 
 @cache
@@ -85,7 +86,7 @@ def write_all(save: Save) -> None:
 
 
 def test_every_unit_is_written_once(tmp_path: Path) -> None:
-    writers = savers(tmp_path, PLAN.slots)
+    writers = savers(tmp_path, PLAN.slots, part_bytes=PART_BYTES)
     for slot, snapshot in snapshots().items():
         writers[slot].save(snapshot)
     assert all(saver.wait(20) for saver in writers.values())
@@ -103,7 +104,7 @@ def test_every_unit_is_written_once(tmp_path: Path) -> None:
 def test_mirrors_write_what_a_dead_slot_had_not_reported(tmp_path: Path, files: int) -> None:
     """Slot 2 dies after some of its files."""
     board, dead = MemoryBoard(), set[int]()
-    writers = savers(tmp_path, PLAN.slots, board, lambda: dead)
+    writers = savers(tmp_path, PLAN.slots, board, lambda: dead, part_bytes=PART_BYTES)
     taken = snapshots()
     for slot in (0, 1, 3):
         writers[slot].save(taken[slot])
@@ -115,7 +116,7 @@ def test_mirrors_write_what_a_dead_slot_had_not_reported(tmp_path: Path, files: 
         if written > files:
             raise RuntimeError("killed")  # written, and not reported
 
-    config = SaverConfig(root=tmp_path, tag="ab12", stall_s=20, part_bytes=1000, on_file=dies)
+    config = SaverConfig(root=tmp_path, tag="ab12", stall_s=20, part_bytes=PART_BYTES, on_file=dies)
     save = Save(snapshot=taken[2], config=config, board=board, gone=set, cancelled=lambda: None)
     if files < 100:
         with pytest.raises(RuntimeError, match="killed"):
@@ -180,10 +181,10 @@ def test_a_full_disk_is_said_once_and_training_could_go_on(tmp_path: Path) -> No
 def test_another_slot_writes_the_manifest_if_the_first_dies(tmp_path: Path) -> None:
     board, dead = MemoryBoard(), set[int]()
     taken = snapshots()
-    config = SaverConfig(root=tmp_path, tag="ab12", stall_s=20, part_bytes=1000)
+    config = SaverConfig(root=tmp_path, tag="ab12", stall_s=20, part_bytes=PART_BYTES)
     write_all(Save(snapshot=taken[3], config=config, board=board, gone=set, cancelled=lambda: None))
     assert board.compare_and_set(KEYS.writer, "", "3") == "3"  # wins, and is never heard of again
-    writers = savers(tmp_path, (0, 1, 2), board, lambda: dead)
+    writers = savers(tmp_path, (0, 1, 2), board, lambda: dead, part_bytes=PART_BYTES)
     for slot in (0, 1, 2):
         writers[slot].save(taken[slot])
     assert not writers[0].wait(0.3)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import shutil
 import threading
 from collections.abc import Callable
 from functools import cache
@@ -33,16 +34,22 @@ def training() -> Training:
 
 
 @pytest.fixture
-def saved(tmp_path: Path) -> Path:
-    """Checkpoints of steps 1 and 2."""
+def saved(pristine: Path, tmp_path: Path) -> Path:
+    """Checkpoints of steps 1 and 2, to be damaged."""
+    return shutil.copytree(pristine, tmp_path / "saved")
+
+
+@pytest.fixture(scope="module")
+def pristine(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    folder = tmp_path_factory.mktemp("pristine")
     runs = {slot: training().start(PLAN, slot) for slot in PLAN.slots}
-    writers = savers(tmp_path, PLAN.slots)
+    writers = savers(folder, PLAN.slots, part_bytes=1000)
     for step in (1, 2):
         runs = go_on(training(), runs, step)
         for slot, run in runs.items():
             writers[slot].save(snapshot_of(training(), run))
         assert all(saver.wait(20) for saver in writers.values())
-    return tmp_path
+    return folder
 
 
 def resume(
