@@ -76,7 +76,7 @@ class OverheadOptions:
     """Of one expert; there are 8, two for each token."""
     seq_len: int = 256
     """Tokens of a sequence."""
-    sequences_per_slot: int = 6
+    sequences_per_slot: int = 8
     """Of a step; on the uneven plan the slow slot has fewer."""
     dtype: str = "float32"
     """float32, float64 or bfloat16."""
