@@ -119,6 +119,12 @@ class Job:
         )
 
     @property
+    def listen_on(self) -> str | None:
+        """On one machine the groups stay on loopback; else the host's own name tells where to listen (None)."""
+        host = self.store_address.rpartition(":")[0]
+        return "127.0.0.1" if host in ("127.0.0.1", "localhost", "::1", "[::1]") else None
+
+    @property
     def log_path(self) -> Path:
         """This slot's own log file."""
         return slot_log_path(self.run_dir, self.slot)

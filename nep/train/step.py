@@ -14,7 +14,6 @@ from nep.moe.aux_losses import SumCounts
 from nep.moe.routing_state import RoutingState
 from nep.parallel.grad_sync import GradSync, Reduction
 from nep.parallel.overlap import Overlap
-from nep.planning.batch import split_sequences
 from nep.planning.plan import Plan
 from nep.train.config import TrainConfig
 from nep.train.data import SampleSource, expected_hash
@@ -119,24 +118,6 @@ def forward_backward(
         counts_le=counts_le,
         seconds=time.perf_counter() - start,
     )
-
-
-@torch.no_grad()
-def validation_sums(
-    model: nn.Module, plan: Plan, slot: int, data: SampleSource, *, num_sequences: int, micro_batch_size: int
-) -> tuple[float, int]:
-    """This slot's part of the validation loss: sum over its tokens, and how many. All slots call it."""
-    shares = split_sequences(num_sequences, [1] * len(plan.lanes))
-    lane = plan.lane_of(slot)
-    first, count = sum(shares[:lane]), shares[lane]
-    total, tokens = 0.0, 0
-    for done in range(0, max(shares), micro_batch_size):
-        size = max(0, min(micro_batch_size, count - done))
-        tokens_bt, targets_bt = (torch.from_numpy(array) for array in data.validation_batch(first + done, size))
-        loss = model(tokens_bt, targets_bt).loss
-        total += float(loss.own)
-        tokens += loss.num_tokens
-    return total, tokens
 
 
 def _speaks_for_lane(plan: Plan, slot: int) -> bool:

@@ -7,84 +7,54 @@ import dataclasses
 import logging
 import time
 from collections.abc import Callable
-from dataclasses import dataclass
 
 import torch
 from torch import nn
-from torch.distributed import DistError
 
 from nep.checkpoint.subject import Subject
-from nep.distributed.collectives import all_gather_bytes, sum_exact
-from nep.distributed.groups import create_device
+from nep.distributed.collectives import sum_exact
 from nep.distributed.timeouts import Timeouts
 from nep.distributed.waiting import Fault
 from nep.fault_tolerance import transaction
 from nep.fault_tolerance.arrival import wait_for_everybody
 from nep.fault_tolerance.bulletin import StepBoard, follow_requests
-from nep.fault_tolerance.change import change_layout, drain_layout
-from nep.fault_tolerance.commit import commit_step, settle
-from nep.fault_tolerance.connections import Connections
+from nep.fault_tolerance.commit import commit_step
 from nep.fault_tolerance.control_store import (
     FIRST_GENERATION,
     ControlStore,
     decision_key,
-    end_key,
-    finished_key,
 )
-from nep.fault_tolerance.history import Committed
-from nep.fault_tolerance.injection import Injector, fired
+from nep.fault_tolerance.ending import finish_together
+from nep.fault_tolerance.injection import fired
 from nep.fault_tolerance.job import Job
 from nep.fault_tolerance.joining import NobodyLeft, first_decision, join_job
 from nep.fault_tolerance.membership import Drained, JobEnded, LeftOut
-from nep.fault_tolerance.recovery import PLANNED, CheckpointNeeded, enter_decided, enter_generation, recover
-from nep.fault_tolerance.requests import leaving, returners
-from nep.fault_tolerance.runtime import Recipe, SlotRun
+from nep.fault_tolerance.recovery import CheckpointNeeded, enter_decided, enter_generation, recover
+from nep.fault_tolerance.runtime import SlotRun
 from nep.fault_tolerance.timeline import Recovery
 from nep.fault_tolerance.transaction import NO_LAYOUT, Decision, Progress
-from nep.moe.routing_state import RoutingState
-from nep.parallel.grad_sync import GradSync, Reduction
+from nep.parallel.grad_sync import Reduction
 from nep.parallel.overlap import Overlap
 from nep.parallel.parallelize import parallelize
 from nep.parallel.state import SlotState
 from nep.planning.cluster import Cluster
 from nep.planning.layout import Lines
 from nep.planning.plan import Plan
-from nep.planning.planner import plan_after_failure, plan_mirrors
-from nep.planning.validation import check_runnable
+from nep.train.boundary import Boundary
 from nep.train.checkpoints import STOPPED, Checkpoints
 from nep.train.config import TrainConfig
 from nep.train.data import SampleSource
+from nep.train.hooks import Hooks
 from nep.train.initialization import initial_units
 from nep.train.log import follow_generation
+from nep.train.make_run import make_run
 from nep.train.resume import find_start, subject_of
 from nep.train.signals import StopSignals
-from nep.train.step import forward_backward, prepare_model, validation_sums
+from nep.train.step import forward_backward, prepare_model
 from nep.train.story import Story
+from nep.train.validation import validation_loss
 
 log = logging.getLogger(__name__)
-
-
-@dataclass(frozen=True, kw_only=True)
-class Hooks:
-    """What a caller may add. Each is called on every slot; none may communicate or change the model.
-
-    Attributes:
-        on_commit: after a step is committed, while its parameters may still return: (trainer, committed step).
-        on_recovery: when the first step after a recovery is committed, also a planned one: (trainer, recovery).
-        on_plan: when a plan becomes the current one: (trainer, plan).
-        next_plan: after every committed step, also the last: the plan to go on with, or None for the one in force. All
-            slots must answer alike, from committed state alone; lanes and replicas may differ, slots and global batch
-            not. One that no longer fits, since a slot has failed, is named and left.
-        on_end: after the last step, while all slots are still there: (trainer).
-        on_message: a line for people from the background: of checkpoints, from whichever slot has one: (trainer, line).
-    """
-
-    on_commit: Callable[[Trainer, Committed], None] = lambda trainer, committed: None
-    on_recovery: Callable[[Trainer, Recovery], None] = lambda trainer, recovery: None
-    on_plan: Callable[[Trainer, Plan], None] = lambda trainer, plan: None
-    next_plan: Callable[[Trainer], Plan | None] = lambda trainer: None
-    on_end: Callable[[Trainer], None] = lambda trainer: None
-    on_message: Callable[[Trainer, str], None] = lambda trainer, line: None
 
 
 class Trainer:
@@ -118,7 +88,7 @@ class Trainer:
         self.validation_losses: list[float] = []  # before the first step, after the last
         self.model: nn.Module
         self._overlap: Overlap
-        self._protected = 0  # number of a plan that cannot be protected any better
+        self._boundary = Boundary(self, self._install, self._announce)
         self.run_state: SlotRun
         self.resumed_step = 0  # of the checkpoint that this run began with
         self._signals = StopSignals()
@@ -215,7 +185,7 @@ class Trainer:
                     run.parking.reap()  # before its sockets cost time, see `Fault.without_frames`
                 number, members = run.current.number, run.current.members
                 self._train()
-                self._finish()
+                finish_together(run, STOPPED if self.was_stopped else 0)
                 return
             except Fault as broken:
                 fault = broken.without_frames()
@@ -313,46 +283,14 @@ class Trainer:
 
     def _prepare(self, job: Job, store: ControlStore, lines: Lines, state: SlotState, progress: Progress) -> None:
         """Everything that stays over generations. Nothing travels."""
-        config, plan = self.config, state.plan
-        recipe = Recipe(
-            lines=lines,
-            dtype=config.torch_dtype,
-            optimizer=config.optimizer,
-            total_steps=config.steps,
-            timeouts=Timeouts(base_s=config.timeout_base_s),
-            keep_loads=config.loads_out is not None,
-            router_bias_rate=config.router_bias_rate,
-            num_replicas=config.replicas,
-            lane_slots=config.tp,
-        )
-        sync = GradSync(state=state, grads={}, buckets=())  # of who comes back; it gets one with its first layout
-        if progress.layout != NO_LAYOUT:
-            sync = GradSync.build(state, lines, recipe.dtype)
-        connections = Connections(store, ready=2 if job.num_slots > 1 else 0)
-        injector = Injector(config.failures, job.slot, store, self._announce)
-        self.run_state = SlotRun(
-            job=job,
-            store=store,
-            connections=connections,
-            device=create_device(_listen_on(job.store_address)),
-            recipe=recipe,
-            probe=injector.at,
-            cluster=Cluster.uniform(job.num_slots, job.slots_per_node).with_speeds(
-                dict(zip(plan.slots, plan.speeds_ppm, strict=True))
-            ),
-            progress=progress,
-            state=state,
-            sync=sync,
-            story=(self._tell, self._take),
-            routing=RoutingState.initial(lines, recipe.dtype),
-            stop_requested=lambda: self._signals.received is not None,
-        )
-        self._checkpoints = Checkpoints(
-            config, self._subject, self.run_state, self._announce, lambda: self.validation_losses[:1]
-        )
-        self._board = StepBoard(connections)
+        config = self.config
+        self.run_state = run = make_run(config, job, store, lines, state, progress, self._announce)
+        run.story = (self._tell, self._take)
+        run.stop_requested = lambda: self._signals.received is not None
+        self._checkpoints = Checkpoints(config, self._subject, run, self._announce, lambda: self.validation_losses[:1])
+        self._board = StepBoard(run.connections)
         if job.num_slots > 1:
-            follow_requests(connections, self.run_state.requests)
+            follow_requests(run.connections, run.requests)
 
     def _announce(self, line: str) -> None:
         log.warning("%s", line)
@@ -400,7 +338,7 @@ class Trainer:
         all slots do the same, whenever they were interrupted."""
         run, config = self.run_state, self.config
         if self.step == 0:
-            self.validation_losses = [self._validate()]
+            self.validation_losses = [validation_loss(run, self.model, self.data, config)]
         while self.step < config.steps and not run.stopping:
             step = self.step + 1
             self._checkpoints.before_step(step)
@@ -424,13 +362,11 @@ class Trainer:
             self._tell_step()
             self.hooks.on_commit(self, run.history.steps[-1])
             self._pass_messages()
-            self._obey_requests()
-            self._change_plan()
-            self._protect()
+            self._boundary.cross()
             run.parking.reap()
         self._resumed()
         if not self.was_stopped:
-            self.validation_losses = [*self.validation_losses[:1], self._validate()]
+            self.validation_losses = [*self.validation_losses[:1], validation_loss(run, self.model, self.data, config)]
         self._checkpoints.finish()
         self._pass_messages()
         if not self.was_stopped:
@@ -444,27 +380,6 @@ class Trainer:
     def _pass_messages(self) -> None:
         for line in self._checkpoints.messages():
             self.hooks.on_message(self, line)
-
-    def _obey_requests(self) -> None:
-        """Let slots go that are drained, and slots in that have come back. All slots decide alike.
-
-        Raises:
-            Fault: on purpose, so that the next generation begins.
-        """
-        run = self.run_state
-        if self.step == self.config.steps or run.stopping:
-            return
-        effective = run.requests.known[: run.history.request]
-        gone, come = leaving(effective, self.plan.slots), returners(effective, run.considered)
-        if gone:
-            cluster = run.cluster.with_health(gone, "draining")
-            # With mirrors at once: there is no time without protection when nothing has failed.
-            plan = plan_mirrors(plan_after_failure(self.plan, cluster, run.recipe.lines), cluster, run.recipe.lines)
-            drain_layout(run, plan, f"draining slots {list(gone)}")
-        elif come:
-            settle(run)
-        if gone or come:
-            raise Fault(PLANNED, f"draining {list(gone)}, letting {list(come)} in")
 
     def _tell_step(self) -> None:
         """For `nep status`."""
@@ -493,92 +408,3 @@ class Trainer:
                 self.full_size_s.append(recovery.resumed_at - self._short_since)
                 self._short_since = None
             self.hooks.on_recovery(self, recovery)
-
-    def _protect(self) -> None:
-        """Complete the mirrors after a loss: the next layout transaction. All slots decide alike."""
-        run = self.run_state
-        if self._protected == self.plan.number:
-            return
-        plan = plan_mirrors(self.plan, run.cluster, run.recipe.lines)
-        if plan is not self.plan:
-            change_layout(run, plan, "completing the mirrors")
-            self._install()
-        # Only now: the number of a layout that was not committed is used again, by the plan that recovery makes.
-        self._protected = plan.number
-
-    def _change_plan(self) -> None:
-        """Go on under the plan that is wanted from here. All slots decide alike."""
-        run = self.run_state
-        wanted = self.config.plan_changes.get(self.step) or self.hooks.next_plan(self)
-        if wanted is None or dataclasses.replace(wanted, number=self.plan.number) == self.plan:
-            return
-        try:
-            check_runnable(
-                wanted, run.recipe.lines, slots=self.plan.slots, global_batch_size=self.config.global_batch_size
-            )
-        except ValueError as error:
-            # Slots may have died since somebody wanted it. Training goes on as it is.
-            if self.reports:
-                self._announce(f"no change of plan after step {self.step}: {error}")
-            return
-        change_layout(run, wanted, f"changing to the plan with digest {wanted.digest[:12]}")
-        self._install()
-
-    def _validate(self) -> float:
-        """Mean loss over the held-out sequences, the same number on every slot. All slots call it."""
-        config, run = self.config, self.run_state
-        settle(run)
-        count = min(config.validation_sequences, self.data.num_validation_samples)
-        if count == 0:
-            return float("nan")
-        total, tokens = validation_sums(
-            self.model,
-            self.plan,
-            self.slot,
-            self.data,
-            num_sequences=count,
-            micro_batch_size=config.micro_batch_size,
-        )
-        mine = torch.tensor([total, float(tokens)], dtype=torch.float64).numpy().tobytes()
-        blobs = all_gather_bytes(run.current.groups.vote, mine, run.current.waiter, "the validation loss")
-        sums = torch.stack([torch.frombuffer(bytearray(blob), dtype=torch.float64) for blob in blobs]).sum(0)
-        return float(sums[0] / sums[1])
-
-    def _finish(self) -> None:
-        """END of the protocol: nobody leaves before the store says that all members have finished."""
-        run = self.run_state
-        number, store = run.current.number, run.store
-        everybody = [finished_key(number, slot) for slot in self.members]
-        try:
-            store.set(finished_key(number, self.slot), "1")
-            run.current.waiter.wait(_StoreKeys(store, everybody), "the end of the others")
-            store.compare_and_set(end_key(), "", str(STOPPED if self.was_stopped else 0))
-        except DistError as error:
-            # The launcher that hosts it has died. Nobody can ask for anything any more, and all is done here.
-            log.warning("the control store is gone (%s); leaving", type(error).__name__)
-
-
-def _listen_on(store_address: str) -> str | None:
-    """On one machine the groups stay on loopback; else the host's own name tells where to listen."""
-    host = store_address.rpartition(":")[0]
-    return "127.0.0.1" if host in ("127.0.0.1", "localhost", "::1", "[::1]") else None
-
-
-class _StoreKeys:
-    """Keys that other slots write, as something to wait for."""
-
-    _PAUSE_S = 0.005
-
-    def __init__(self, store: ControlStore, keys: list[str]):
-        self._store = store
-        self._keys = keys
-
-    def done(self) -> bool:
-        time.sleep(self._PAUSE_S)
-        return self._store.exists(self._keys)
-
-    def check(self) -> None:
-        return None
-
-    def ended(self) -> bool:
-        return True

@@ -13,7 +13,8 @@ from hypothesis import strategies as st
 
 from nep.planning.layout import Layout
 from nep.planning.plan import Lane, Plan
-from nep.train.step import share_of, validation_sums
+from nep.train.step import share_of
+from nep.train.validation import validation_sums
 
 
 @st.composite

@@ -1,0 +1,70 @@
+"""What a slot carries through the generations of a job, before the first one."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+from nep.distributed.groups import create_device
+from nep.distributed.timeouts import Timeouts
+from nep.fault_tolerance.connections import Connections
+from nep.fault_tolerance.control_store import ControlStore
+from nep.fault_tolerance.injection import Injector
+from nep.fault_tolerance.job import Job
+from nep.fault_tolerance.runtime import Recipe, SlotRun
+from nep.fault_tolerance.transaction import NO_LAYOUT, Progress
+from nep.moe.routing_state import RoutingState
+from nep.parallel.grad_sync import GradSync
+from nep.parallel.state import SlotState
+from nep.planning.cluster import Cluster
+from nep.planning.layout import Lines
+from nep.train.config import TrainConfig
+
+
+def make_run(
+    config: TrainConfig,
+    job: Job,
+    store: ControlStore,
+    lines: Lines,
+    state: SlotState,
+    progress: Progress,
+    announce: Callable[[str], None],
+) -> SlotRun:
+    """A slot's run. Nothing travels.
+
+    Args:
+        config: of the job.
+        job: its place in it.
+        store: the main thread's connection.
+        lines: the model's.
+        state: of a slot at the beginning, or nothing for one that comes back.
+        progress: the same, for the protocol.
+        announce: says a line to people.
+    """
+    recipe = Recipe(
+        lines=lines,
+        dtype=config.torch_dtype,
+        optimizer=config.optimizer,
+        total_steps=config.steps,
+        timeouts=Timeouts(base_s=config.timeout_base_s),
+        keep_loads=config.loads_out is not None,
+        router_bias_rate=config.router_bias_rate,
+        num_replicas=config.replicas,
+        lane_slots=config.tp,
+    )
+    sync = GradSync(state=state, grads={}, buckets=())  # of who comes back; it gets one with its first layout
+    if progress.layout != NO_LAYOUT:
+        sync = GradSync.build(state, lines, recipe.dtype)
+    speeds = dict(zip(state.plan.slots, state.plan.speeds_ppm, strict=True))
+    return SlotRun(
+        job=job,
+        store=store,
+        connections=Connections(store, ready=2 if job.num_slots > 1 else 0),
+        device=create_device(job.listen_on),
+        recipe=recipe,
+        probe=Injector(config.failures, job.slot, store, announce).at,
+        cluster=Cluster.uniform(job.num_slots, job.slots_per_node).with_speeds(speeds),
+        progress=progress,
+        state=state,
+        sync=sync,
+        routing=RoutingState.initial(lines, recipe.dtype),
+    )
