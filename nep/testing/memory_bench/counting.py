@@ -83,6 +83,11 @@ extern "C" void nep_read(Event* out, int64_t count) {
 EVENT = np.dtype([("pointer", np.uint64), ("bytes", np.int64)])
 
 
+def find_compiler() -> str | None:
+    """A C++ compiler of this machine: the one that CXX names, else g++ or clang++."""
+    return os.environ.get("CXX") or shutil.which("g++") or shutil.which("clang++")
+
+
 def compile_allocator(folder: Path) -> Path:
     """Compile the allocator against the torch that is installed; takes a few seconds.
 
@@ -92,7 +97,7 @@ def compile_allocator(folder: Path) -> Path:
     Raises:
         RuntimeError: there is no C++ compiler, or it fails.
     """
-    compiler = os.environ.get("CXX") or shutil.which("g++") or shutil.which("clang++")
+    compiler = find_compiler()
     if compiler is None:
         raise RuntimeError("counting storages needs a C++ compiler; install g++, or name one in CXX")
     source, library = folder / "counting.cpp", folder / "counting.so"

@@ -14,7 +14,7 @@ from nep.planning.layout import Layout
 from nep.planning.planner import plan_from_scratch
 from nep.testing.jobs import REPOSITORY
 from nep.testing.memory_bench.cases import CASES, Case, more_to_hold, num_parameters
-from nep.testing.memory_bench.counting import EVENT, compile_allocator
+from nep.testing.memory_bench.counting import EVENT, compile_allocator, find_compiler
 from nep.testing.memory_bench.jobs import SlotMemory, measured_kinds
 from nep.testing.memory_bench.timeline import Mark, Timeline
 
@@ -62,6 +62,7 @@ print(json.dumps({
 """
 
 
+@pytest.mark.skipif(find_compiler() is None, reason="counting storages needs a C++ compiler")
 def test_every_storage_is_seen_whoever_frees_it(tmp_path: Path) -> None:
     library = compile_allocator(tmp_path)
     done = subprocess.run(
