@@ -47,7 +47,7 @@ class BenchOptions:
     only: str = ""
     """Cases whose name contains this."""
     windows: int | None = None
-    """Use the first so many windows of each case, two or more; by default all."""
+    """Use the first so many windows of each case, three or more; by default all."""
     hardware: str = "H100"
     """Profile for the predicted seconds."""
     sequences_per_slot: int = 4
@@ -85,8 +85,11 @@ def _run(options: BenchOptions) -> dict[str, dict[str, Measured | str]]:
     """Case -> planner -> what was measured, or why it cannot plan the case."""
     if options.repeats < 1 or options.sequences_per_slot < 1:
         raise ValueError("repeats and sequences-per-slot must be at least 1")
-    if options.windows is not None and options.windows < 2:
-        raise ValueError(f"windows ({options.windows}) must be at least 2: plans are made on one and used on the next")
+    if options.windows is not None and options.windows < 3:
+        raise ValueError(
+            f"windows ({options.windows}) must be at least 3: a plan is made on one and used on the next, and moving is "
+            "from one plan to another"
+        )
     hardware = read_hardware(options.hardware)
     cases = [case for case in _cases(options) if options.only in case.name]
     if not cases:

@@ -41,7 +41,7 @@ def test_one_object_keyed_by_case_and_planner_is_the_last_line(monkeypatch, caps
     [
         (["--only", "nothing like it"], "no case has 'nothing like it' in its name"),
         (["--repeats", "0"], "at least 1"),
-        (["--windows", "1"], "windows (1) must be at least 2"),
+        (["--windows", "2"], "windows (2) must be at least 3"),
         (["--hardware", "V100"], "hardware (V100)"),
         (["--data", "none"], "none has neither"),
         (["--no-such-option"], "--no-such-option"),
