@@ -87,8 +87,8 @@ def _run(options: BenchOptions) -> dict[str, dict[str, Measured | str]]:
         raise ValueError("repeats and sequences-per-slot must be at least 1")
     if options.windows is not None and options.windows < 3:
         raise ValueError(
-            f"windows ({options.windows}) must be at least 3: a plan is made on one and used on the next, and moving is "
-            "from one plan to another"
+            f"windows ({options.windows}) must be at least 3: a plan is made on one and used on the next, and what "
+            "moves lies between two plans"
         )
     hardware = read_hardware(options.hardware)
     cases = [case for case in _cases(options) if options.only in case.name]

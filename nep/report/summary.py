@@ -65,6 +65,9 @@ def _facts(result: Mapping[str, Any]) -> str:
     if "live_slots" in result:
         live = result["live_slots"]
         rows.append(("live slots", f"{ranges(live)} ({len(live)})"))
+    if result.get("full_size_s"):
+        after = ", ".join(_seconds(seconds) for seconds in result["full_size_s"])
+        rows.append(("full size", f"all slots trained again after {after} from a loss"))
     name_width = max((len(name) for name, _ in rows), default=0)
     return "\n".join(f"{name:<{name_width}}  {value}" for name, value in rows)
 

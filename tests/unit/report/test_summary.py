@@ -63,3 +63,9 @@ def test_layouts_only_when_they_changed():
     assert "slot 2 gone" in summary(RESULT, before=before, after=after, lines=lines, width=120)
     assert summary(RESULT, before=before, after=before, lines=lines) == summary(RESULT)
     assert max(map(len, summary(RESULT, before=before, after=after, lines=lines, width=80).splitlines())) <= 80
+
+
+def test_a_job_that_is_whole_again_says_how_long_that_took() -> None:
+    text = summary({"model": "debug", "loss": [], "live_slots": [0, 1], "full_size_s": [0.71234, 1.5]})
+    assert "full size   all slots trained again after 0.712 s, 1.500 s from a loss" in text
+    assert "full size" not in summary({"model": "debug", "loss": [], "full_size_s": []})
