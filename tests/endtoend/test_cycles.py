@@ -70,10 +70,17 @@ def play(folder: Path, cycles: int) -> list[dict[str, tuple[int, int, float]]]:
     running = RunningJob(find_job(str(next(folder.glob("runs/*/job.json")))))
     wait_for(lambda: running.progress().get("step", 0) > 1)
     supervisors = {slot: parent_of(pid) for slot, pid in trainer_pids(folder).items()}
+
+    def trainers() -> dict[int, int]:
+        """A supervisor that writes a line has its slot's log open, too, and must not be taken for the trainer."""
+        return {slot: pid for slot, pid in trainer_pids(folder).items() if pid not in supervisors.values()}
+
     used = []
     for cycle in range(cycles):
         slot, incarnation = 1 + cycle % 2, 2 + cycle // 2
-        pids = trainer_pids(folder)
+        pids = trainers()
+        while not pids.keys() >= {0, slot}:
+            pids = trainers()
         os.kill(pids[slot], signal.SIGKILL)
 
         def is_back(slot: int = slot, incarnation: int = incarnation) -> bool:
