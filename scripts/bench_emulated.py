@@ -11,8 +11,6 @@ Examples:
 from __future__ import annotations
 
 import json
-import os
-import platform
 import sys
 import time
 from dataclasses import dataclass
@@ -30,6 +28,7 @@ from nep.report.terminal import print_text
 from nep.testing.emulation.cases import DEFAULT_CASES, QUICK_CASES, Compared, compare
 from nep.testing.emulation.run import MOST_CPU_SHARE
 from nep.testing.emulation.setting import LABEL
+from nep.testing.machine import machine_text
 
 BAD_INPUT = 2
 OVERLAP_CASE = "16 layers: how much of the sums is hidden"
@@ -80,7 +79,7 @@ def _run(options: BenchOptions) -> list[Compared]:
     if not cases:
         raise ValueError(f"no case has {options.only!r} in its name; leave --only out to see them")
     torch.set_num_threads(1)
-    print_text(_machine())
+    print_text(f"{LABEL} accelerators, on {machine_text('torch')}")
     start = time.monotonic()
     results = []
     for case in cases:
@@ -96,14 +95,6 @@ def _overlap(results: list[Compared]) -> float | None:
     """Of the case that is made for it, else of the first."""
     chosen = [one for one in results if one.case.name == OVERLAP_CASE] or results
     return chosen[0].run.overlap()
-
-
-def _machine() -> str:
-    load = ", ".join(f"{value:.1f}" for value in os.getloadavg())
-    return (
-        f"{LABEL} accelerators, on {len(os.sched_getaffinity(0))} processors of {platform.machine()}, load {load}; "
-        f"Python {platform.python_version()}, torch {torch.__version__}"
-    )
 
 
 def _text(results: list[Compared]) -> str:

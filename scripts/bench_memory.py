@@ -11,8 +11,6 @@ front of torch's), about 6 GB of memory and a minute for each case. Bytes do not
 from __future__ import annotations
 
 import json
-import os
-import platform
 import sys
 import tempfile
 from dataclasses import asdict, dataclass
@@ -21,12 +19,12 @@ from typing import Any
 
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 
-import torch
 from rich.table import Table
 
 from nep.report.command_line import parse_options
 from nep.report.layouts import rendered
 from nep.report.terminal import print_text
+from nep.testing.machine import machine_text
 from nep.testing.memory_bench.cases import CASES, Case, num_parameters
 from nep.testing.memory_bench.jobs import SlotMemory, measure
 
@@ -78,7 +76,7 @@ def main(arguments: list[str] | None = None) -> int:
     except ValueError as error:
         print(f"bench_memory: {error}", file=sys.stderr)
         return BAD_INPUT
-    print_text(f"{_machine()}; {num_parameters(CASES[0].lines):,} parameters")
+    print_text(f"{machine_text('torch')}; {num_parameters(CASES[0].lines):,} parameters")
     results: dict[str, list[SlotMemory]] = {}
     with tempfile.TemporaryDirectory(prefix="bench-memory-") as folder:
         for index, case in enumerate(cases):
@@ -184,13 +182,6 @@ def case_text(case: Case, slots: list[SlotMemory]) -> str:
 
 def _mb(num_bytes: int) -> str:
     return f"{num_bytes / 1e6:.1f}"
-
-
-def _machine() -> str:
-    return (
-        f"{platform.processor() or platform.machine()}, {os.cpu_count()} cores; Python {platform.python_version()}, "
-        f"torch {torch.__version__}"
-    )
 
 
 if __name__ == "__main__":

@@ -35,11 +35,11 @@ from nep.moe.router import TopKRouter
 from nep.report.command_line import parse_options
 from nep.report.layouts import rendered
 from nep.report.terminal import print_text
+from nep.train.config import DTYPES
 
 BAD_INPUT = 2
 _WIDTH = 160
 PLAIN = "plain loop"
-DTYPES = {"float64": torch.float64, "float32": torch.float32, "bfloat16": torch.bfloat16}
 # Of the norm of the plain loop's result. Between bfloat16 implementations: rounding; FP8 has two to three bits.
 _ALLOWED = {torch.float64: 1e-12, torch.float32: 1e-5, torch.bfloat16: 0.02}
 _ALLOWED_FP8 = 0.15

@@ -14,7 +14,6 @@ from __future__ import annotations
 import dataclasses
 import json
 import os
-import platform
 import subprocess
 import sys
 import tempfile
@@ -44,6 +43,7 @@ from nep.planning.shapes import ModelShape, parameter_lines, preset
 from nep.report.command_line import parse_options
 from nep.report.layouts import rendered
 from nep.report.terminal import print_text
+from nep.testing.machine import machine_text
 from nep.testing.overhead.job import PEER, Turns
 from nep.testing.overhead.plain import PlainJob
 from nep.train.calibrate import calibrate
@@ -259,7 +259,7 @@ def summarize(options: OverheadOptions, found: dict[str, Any]) -> dict[str, Any]
     result["vote_s"] = found["vote_s"]
     result["loss_difference"] = found["loss_difference"]
     result["pairs"] = options.cycles
-    result["machine"] = f"{platform.machine()}, {os.cpu_count()} cores, torch {torch.__version__}"
+    result["machine"] = machine_text("torch")
     result["options"] = {
         key: value for key, value in dataclasses.asdict(options).items() if key not in ("worker", "json")
     }

@@ -10,8 +10,6 @@ Set OMP_NUM_THREADS=1, or the processor times are of several threads.
 from __future__ import annotations
 
 import json
-import os
-import platform
 import sys
 from collections.abc import Iterator
 from dataclasses import dataclass, replace
@@ -19,7 +17,6 @@ from pathlib import Path
 
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 
-import numpy as np
 from rich.table import Table
 
 from nep.planning.cost.workload import Workload
@@ -28,6 +25,7 @@ from nep.report.layouts import rendered
 from nep.report.plan_figures import bytes_text
 from nep.report.readers.hardware_file import read_hardware
 from nep.report.terminal import print_text
+from nep.testing.machine import machine_text
 from nep.testing.planner_bench.cases import Case, real_cases, synthetic_cases
 from nep.testing.planner_bench.measures import Measured, measure
 from nep.testing.planner_bench.planners import Planner, eplb_planners, our_planners
@@ -94,7 +92,7 @@ def _run(options: BenchOptions) -> dict[str, dict[str, Measured | str]]:
     cases = [case for case in _cases(options) if options.only in case.name]
     if not cases:
         raise ValueError(f"no case has {options.only!r} in its name; leave --only out to see them")
-    print_text(_machine())
+    print_text(machine_text("numpy"))
     results: dict[str, dict[str, Measured | str]] = {}
     for case in cases:
         case = replace(case, windows=case.windows[: options.windows])
@@ -117,18 +115,6 @@ def _cases(options: BenchOptions) -> Iterator[Case]:
     yield from synthetic_cases()
     if options.data is not None:
         yield from real_cases(options.data)
-
-
-def _machine() -> str:
-    """Where the times are from."""
-    model = platform.processor() or platform.machine()
-    try:
-        names = [line for line in Path("/proc/cpuinfo").read_text().splitlines() if line.startswith("model name")]
-        model = names[0].partition(":")[2].strip()
-    except (OSError, IndexError):
-        pass
-    load = "{:.1f} {:.1f} {:.1f}".format(*os.getloadavg())
-    return f"{model}, {os.cpu_count()} cores, load {load}; Python {platform.python_version()}, numpy {np.__version__}"
 
 
 def _death(one: Measured) -> str:

@@ -30,9 +30,7 @@ def change_layout(run: SlotRun, plan: Plan, reason: str) -> None:
     Raises:
         Fault: the layout may or may not be committed; recovery finds out.
     """
-    plan = dataclasses.replace(plan, number=run.state.plan.number + 1)
-    settle(run)
-    log.warning("layout %d: %s", plan.number, reason)
+    plan = _next(run, plan, reason)
     groups = _groups(run, plan)
     run.sync.release_grads()
     try:
@@ -58,11 +56,17 @@ def drain_layout(run: SlotRun, plan: Plan, reason: str) -> None:
     Raises:
         Fault: the layout may or may not be committed; recovery finds out.
     """
+    plan = _next(run, plan, reason)
+    run.sync.release_grads()
+    commit_layout(run, _moved(run, plan))
+
+
+def _next(run: SlotRun, plan: Plan, reason: str) -> Plan:
+    """The plan with the number of the next layout, once parameters are where the one in force wants them."""
     plan = dataclasses.replace(plan, number=run.state.plan.number + 1)
     settle(run)
     log.warning("layout %d: %s", plan.number, reason)
-    run.sync.release_grads()
-    commit_layout(run, _moved(run, plan))
+    return plan
 
 
 def _moved(run: SlotRun, plan: Plan) -> SlotState:

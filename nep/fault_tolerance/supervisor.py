@@ -148,7 +148,10 @@ def run_alone(trainer: Trainer, *, spec: JobSpec) -> int:
     server = dist.TCPStore("127.0.0.1", 0, None, True, timeout, wait_for_workers=False)
     address = f"127.0.0.1:{server.port}"
     publish_job(spec, ControlStore(server, spec.prefix), address)
-    return trainer(Job.from_spec(spec, GenerationCell(), address))
+    # Whoever reads the output may leave before the job ends (`| head`, a lost terminal).
+    out, err = processes.LastingStream(sys.stdout), processes.LastingStream(sys.stderr)
+    with contextlib.redirect_stdout(out), contextlib.redirect_stderr(err):
+        return trainer(Job.from_spec(spec, GenerationCell(), address))
 
 
 class _Supervisor:

@@ -9,6 +9,8 @@ import sys
 import textwrap
 from pathlib import Path
 
+import pytest
+
 from nep.testing.jobs import REPOSITORY
 from tests.endtoend.conftest import LOSS_TOLERANCE, TENSOR_TOLERANCE, TRAIN, SmallJob
 from tests.endtoend.test_random_kills import pairs_to_spare
@@ -76,9 +78,13 @@ def test_a_slot_that_comes_up_late_is_waited_for(small_job: SmallJob, tmp_path: 
     assert outcome.result["live_slots"] == [0, 1, 2] and not outcome.result["recovery_s"]
 
 
-def test_a_job_outlives_the_reader_of_its_output(small_job: SmallJob, tmp_path: Path) -> None:
+LAUNCH_TWO = ["-m", "nep.testing.launch", "--nproc-per-node", "2", "--timeout", "60", "--"]
+
+
+@pytest.mark.parametrize("launcher", [[], LAUNCH_TWO], ids=["alone", "two"])
+def test_a_job_outlives_the_reader_of_its_output(launcher: list[str], small_job: SmallJob, tmp_path: Path) -> None:
     result = tmp_path / "train.json"
-    command = [sys.executable, "-m", "nep.testing.launch", "--nproc-per-node", "2", "--timeout", "60", "--", str(TRAIN)]
+    command = [sys.executable, *launcher, str(TRAIN)]
     command += [*small_job.common(), "--json", str(result), "--run-dir", str(tmp_path / "runs")]
     job = subprocess.Popen(
         command,
