@@ -26,6 +26,11 @@ class Timeouts:
         return self.base_s
 
     @property
+    def hung_s(self) -> float:
+        """What a slot that the others have waited for in vain still gets to say that it lives; then it is killed."""
+        return self.base_s / 2
+
+    @property
     def first_step_s(self) -> float:
         """A wait in the first step of a generation (allocations, lazy initialisation)."""
         return 3 * self.base_s
@@ -42,8 +47,11 @@ class Timeouts:
 
     @property
     def rebuild_s(self) -> float:
-        """Building the process groups of a generation."""
-        return 2 * self.base_s
+        """Building the process groups of a generation, and a wait while state is moved to its slots.
+
+        Together with `hung_s` less than the base time-out and two seconds (base 1 s).
+        """
+        return 1.5 * self.base_s
 
     @property
     def group_s(self) -> float:

@@ -31,6 +31,7 @@ from typing import NoReturn
 
 from nep.fault_tolerance import processes
 
+STORE_PID_KEY = "nep.testing/store_pid"  # in the control store: which process hosts it, for tests that end it
 _STOP_SIGNALS = (signal.SIGTERM, signal.SIGINT)
 _WATCHED = (signal.SIGCHLD, *_STOP_SIGNALS)
 _SETTLE_S = 2.0  # what a dead worker's processes get to follow it before they are called orphans
@@ -99,6 +100,7 @@ def _fork_store(mask: Iterable[int]) -> tuple[int, int]:
             import torch.distributed as dist
 
             server = dist.TCPStore("127.0.0.1", 0, None, True, wait_for_workers=False)
+            server.set(STORE_PID_KEY, str(os.getpid()))
             os.write(writing, str(server.port).encode())
             os.close(writing)
             while True:
