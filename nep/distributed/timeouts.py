@@ -47,9 +47,9 @@ class Timeouts:
 
     @property
     def rebuild_s(self) -> float:
-        """Building the process groups of a generation, and a wait while state is moved to its slots.
+        """Building the process groups of a generation.
 
-        Together with `hung_s` less than the base time-out and two seconds (base 1 s).
+        With `hung_s` no more than twice the base: a slot that hangs there, too, is answered soon.
         """
         return 1.5 * self.base_s
 

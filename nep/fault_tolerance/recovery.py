@@ -246,7 +246,7 @@ def enter_decided(run: SlotRun, decision: Decision, recovery: Recovery) -> None:
     run.generation = enter_generation(run, decision.generation, members, plan)
     recovery.rebuilt_at = time.time()
     waiter = run.generation.waiter
-    first_step_s, waiter.deadline_s = waiter.deadline_s, run.recipe.timeouts.rebuild_s
+    first_step_s, waiter.deadline_s = waiter.deadline_s, run.recipe.timeouts.wait_s
     run.sync.release_grads()
     if returning:
         _tell_returners(run, returning)

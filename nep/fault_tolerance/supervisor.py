@@ -68,8 +68,8 @@ class SupervisorTimeouts:
     Attributes:
         poll_s: between two looks at the store. A child's death does not wait for it: SIGCHLD ends the pause.
         slow_poll_s: between two looks at what is not urgent.
-        grace_s: what a trainer gets to finish by itself after a signal or the loss of the store. Less than
-            the 30 s after which torchrun kills.
+        grace_s: what a trainer gets to finish by itself after a signal or the loss of the store: a recovery, a
+            step and a checkpoint fit in it. Less than the 30 s after which torchrun kills.
         leave_s: what a trainer gets to leave after the end of the job.
         helper_s: what helper processes that a dead trainer left behind get after SIGTERM.
     """
@@ -85,7 +85,7 @@ class SupervisorTimeouts:
         return cls(
             poll_s=min(base_s / 20, 0.05),
             slow_poll_s=min(base_s / 5, 0.5),
-            grace_s=min(2.5 * base_s, 25.0),
+            grace_s=min(10 * base_s, 25.0),
             leave_s=4 * base_s,
             helper_s=min(base_s / 2, 5.0),
         )
