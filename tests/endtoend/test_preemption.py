@@ -27,9 +27,10 @@ def notify(small_job: SmallJob, folder: Path, slots: Sequence[int], options: Seq
         address = find_job(str(file))
         wait_for(lambda: RunningJob(address).decision(), job.done)
         store = ControlStore.connect(address.store_address, address.prefix, 5.0)
+        wait_for(lambda: store.exists([supervisor_key(slot) for slot in slots]), job.done)
         for slot in slots:
             supervisor = store.get_json(supervisor_key(slot))
-            assert supervisor is not None
+            assert supervisor is not None, job.result().output
             os.kill(supervisor["pid"], NOTICE)
         return job.result()
 
