@@ -227,7 +227,8 @@ class _Launch:
                 if ended[pid] != 0:
                     self.failed.append(rank)
         if self.store_pid in ended:
-            raise RuntimeError("the process that hosts the control store has ended")
+            # As if it were on another node, whose launcher has died: the workers find out for themselves.
+            print("the process that hosts the control store has ended", file=sys.stderr, flush=True)
 
     def _give_up(self) -> int:
         print(f"time-out after {self.arguments.timeout:g} s: killing ranks {sorted(self.pids)}", file=sys.stderr)

@@ -81,7 +81,7 @@ class Case:
 
     @property
     def limit_s(self) -> float:
-        """Within which a loss must be answered: from the last failure to the next committed step (base time-out 1 s)."""
+        """Within which a loss must be answered: from the last failure to the next committed step."""
         return BASE_S + 2.0 if self.is_hang else 2.0
 
 

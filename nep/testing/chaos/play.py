@@ -24,7 +24,7 @@ SEQ_LEN, BATCH, LR, WARMUP = 16, 8, 3e-3, 2
 
 @dataclass(frozen=True, kw_only=True)
 class Shape:
-    """Of the jobs: two replicas, each on a node of its own (pretended), so that owners and mirrors are on different ones.
+    """Of the jobs: each replica on a node of its own (pretended), so that owners and mirrors are on different ones.
 
     Attributes:
         num_slots: of both nodes together.
@@ -130,7 +130,9 @@ def _job(part: Series, steps: int, twin: Twin, folder: Path, name: str, shape: S
     (here / "output.txt").write_text(outcome.output)
     whole = whole_in(saved) if saved.is_dir() else []
     events = sorted(_events(here.glob("events-slot*.jsonl")), key=lambda event: float(event["time"]))
-    return Played(outcome=outcome, events=events, newest_step=max((one.step for one in whole), default=0), ended_at=ended_at)
+    return Played(
+        outcome=outcome, events=events, newest_step=max((one.step for one in whole), default=0), ended_at=ended_at
+    )
 
 
 def _events(paths: Iterable[Path]) -> Iterator[dict[str, Any]]:

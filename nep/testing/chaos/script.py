@@ -77,10 +77,10 @@ class Chaos:
         if not victims:
             self.note("refused", case=case.name, why="no slots qualify in this plan")
             return {}
-        roles = {slot: (case.kind, phase) for slot in victims}
+        roles = dict.fromkeys(victims, (case.kind, phase))
         if phase == "recover":
             # Something must fail to be recovered from.
-            if len(victims) > 1 and not (case.kind in (SLOW, SUPERVISOR)):
+            if len(victims) > 1 and case.kind not in (SLOW, SUPERVISOR):
                 roles[victims[0]] = (case.kind, "forward")
             else:
                 helper = helper_for(plan, lines, victims, number)
