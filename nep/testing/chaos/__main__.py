@@ -45,6 +45,10 @@ class Options:
     """Page to write from all results."""
     page_only: bool = False
     """Write the page only."""
+    missing: bool = False
+    """Play only series that have no results yet."""
+    budget_s: float = float("inf")
+    """Begin no series after so many seconds."""
     keep: Path | None = None
     """Keep what the jobs wrote in this folder."""
 
@@ -68,9 +72,13 @@ def main(arguments: list[str] | None = None) -> int:
         print(f"chaos: {error}", file=sys.stderr)
         return BAD_INPUT
     options.results.mkdir(parents=True, exist_ok=True)
-    results = []
+    results, start = [], time.monotonic()
     with tempfile.TemporaryDirectory(prefix="chaos-") as scratch:
         for one in wanted:
+            if time.monotonic() - start > options.budget_s:
+                break
+            if options.missing and (options.results / f"{slug(one.name)}.json").exists():
+                continue
             folder = (options.keep or Path(scratch)) / f"{slug(one.name)}-{time.strftime('%H%M%S')}"
             results.append(played(one, folder, Path(scratch)))
             results[-1].write(options.results)
