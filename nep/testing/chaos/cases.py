@@ -142,5 +142,8 @@ def matrix() -> list[Series]:
 
 
 def chosen(names: Sequence[str]) -> list[Series]:
-    """Series of the matrix whose names begin with one of `names`; all for none."""
-    return [one for one in matrix() if not names or any(one.name.startswith(name) for name in names)]
+    """Series of the matrix whose names begin with one of `names`, in that order; all for none."""
+    found: dict[str, Series] = {}
+    for name in names or ("",):
+        found |= {one.name: one for one in matrix() if one.name.startswith(name) and one.name not in found}
+    return list(found.values())
