@@ -85,7 +85,9 @@ class NvmlDevice:
 
     def __init__(self, module: ModuleType, board: int | str):
         self._module = module
-        self._board = board
+        # How errors call it until its name is known.
+        self._label = f"GPU {board}"
+        self._handle: Any = None
         if isinstance(board, str):
             uuid = board if board.startswith(("GPU-", "MIG-")) else f"GPU-{board}"
             self._handle = self._need("finding it", "nvmlDeviceGetHandleByUUID", uuid)
@@ -95,12 +97,13 @@ class NvmlDevice:
         self._model = name.decode() if isinstance(name, bytes) else str(name)
         index = self._ask("nvmlDeviceGetIndex")
         self._index = index if index is not None else board
+        self._label = f"GPU {self._index} ({self._model})"
         self._events: Any = None
         self._no_events = False
 
     @property
     def name(self) -> str:
-        return f"GPU {self._index} ({self._model})"
+        return self._label
 
     @property
     def model(self) -> str:
@@ -224,10 +227,9 @@ class NvmlDevice:
     def _need(
         self, doing: str, function: str, *arguments: Any, command: str | None = None, of_handle: bool = True
     ) -> Any:
-        device = self.name if hasattr(self, "_model") else f"GPU {self._board}"
-        if of_handle and hasattr(self, "_handle"):
+        if of_handle and self._handle is not None:
             arguments = (self._handle, *arguments)
-        return _call(self._module, device, doing, function, *arguments, command=command)
+        return _call(self._module, self._label, doing, function, *arguments, command=command)
 
     def _ask(self, function: str, *more: Any, arguments: tuple[Any, ...] = (), of_handle: bool = True) -> Any:
         """As `_need`, but None where the board cannot say or may not tell."""

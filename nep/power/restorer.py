@@ -111,6 +111,7 @@ class Guard:
                 [sys.executable, "-c", program, *arguments],
                 stdin=subprocess.PIPE,
                 stdout=subprocess.PIPE,
+                bufsize=0,  # what could not be sent to a dead process is not tried again when the pipe is closed
                 pass_fds=[] if descriptor < 0 else [descriptor],
                 start_new_session=True,
             )
@@ -153,9 +154,10 @@ class Guard:
     def _send(self, message: Mapping[str, Any]) -> None:
         stream = self._process.stdin
         assert stream is not None
+        unsent = json.dumps(message).encode() + b"\n"
         try:
-            stream.write(json.dumps(message).encode() + b"\n")
-            stream.flush()
+            while unsent:
+                unsent = unsent[stream.write(unsent) :]
         except OSError as error:
             raise RuntimeError(
                 f"the process that restores power limits ({self.pid}) is gone; no limit is changed without it"
