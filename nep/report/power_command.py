@@ -116,7 +116,7 @@ def _run(
     }
     if not here:
         raise RuntimeError(f"no board can be read; {states[0].problem}")
-    question = watts_question(options, here)
+    question = watts_question(options, here, [slot for slot in devices if slot not in here])
     plan = plan_watts(question.slots, budgets_w=question.budgets_w)
     return _answer(options, states, question, plan, PowerController(devices, source=source, boards=boards))
 

@@ -1,6 +1,6 @@
 """The options of `nep power`, and what they ask: which boards, and for which job watts are planned."""
 
-from collections.abc import Mapping
+from collections.abc import Collection, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Annotated
@@ -16,6 +16,7 @@ from nep.report.plan_options import Count, File, Flag, Number, SlotList
 from nep.report.readers.cluster_file import read_cluster, slot_list
 from nep.report.readers.curve_file import read_curve
 from nep.report.readers.plan_file import read_plan
+from nep.report.terminal import ranges
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -118,24 +119,28 @@ class WattsQuestion:
     notes: tuple[str, ...]
 
 
-def watts_question(options: PowerOptions, here: Mapping[int, Board]) -> WattsQuestion:
+def watts_question(options: PowerOptions, here: Mapping[int, Board], unreadable: Collection[int] = ()) -> WattsQuestion:
     """Reads the files and puts the question together.
 
     Args:
         options: the command's.
         here: slot -> board, of this machine. Boards of other nodes are taken to be like the first of them.
+        unreadable: slots of this machine whose boards do not answer; they count as failed.
 
     Raises:
         ValueError: with what is wrong, and what to do.
     """
     plan = read_plan(options.plan) if options.plan is not None else None
     notes: list[str] = []
-    cluster = _cluster(options, plan, here)
-    if strangers := sorted(set(here) - {slot.index for slot in cluster.slots}):
+    cluster = _cluster(options, plan, {*here, *unreadable})
+    if strangers := sorted({*here, *unreadable} - {slot.index for slot in cluster.slots}):
         raise ValueError(f"slots {strangers} of this machine are not of the cluster; say --first-slot or --boards")
+    cluster = cluster.fail(unreadable)
+    if unreadable:
+        notes.append(f"slots {ranges(sorted(unreadable))} do not answer and count as failed")
     needed = _needed(plan, cluster)
     pattern = next(iter(here.values()))
-    if len(here) < len(cluster.slots):
+    if len(here) + len(unreadable) < len(cluster.slots):
         notes.append(f"boards of other nodes are taken to be like {pattern.product}")
     boards = {slot.index: here.get(slot.index, pattern) for slot in cluster.slots}
     curves = {product: _curve(options, board) for product, board in {b.product: b for b in boards.values()}.items()}
@@ -158,7 +163,7 @@ def watts_question(options: PowerOptions, here: Mapping[int, Board]) -> WattsQue
     return WattsQuestion(slots=tuple(slots), budgets_w=_budgets(options, boards, nodes, needed), notes=tuple(notes))
 
 
-def _cluster(options: PowerOptions, plan: Plan | None, here: Mapping[int, Board]) -> Cluster:
+def _cluster(options: PowerOptions, plan: Plan | None, here: Collection[int]) -> Cluster:
     if options.cluster is not None:
         cluster = read_cluster(options.cluster)
     else:
