@@ -45,11 +45,10 @@ class RecoveryOptions:
     ranks: str = "4,8"
     """Processes of a job, several sizes by commas: 2, 4 or 8."""
     peers: str = "nep,restart,torchft"
-    """What to measure, by commas: nep, restart (torchrun, a checkpoint every 10 steps), torchft."""
+    """What to measure, by commas: nep (experts spread over all ranks, and the whole model on each), restart (torchrun,
+    experts spread, a checkpoint every 10 steps), torchft (whole model; documented and tuned time-outs)."""
     torchft_python: Path | None = None
     """Interpreter of an environment with torchft-nightly and what nep needs; without it torchft is not measured."""
-    replicas: int = 2
-    """Of nep's job: data-parallel copies of the model."""
     seed: int = 0
     """Of victims and moments."""
     out: Path | None = None
@@ -85,7 +84,6 @@ def main(arguments: list[str] | None = None) -> int:
             case,
             Pace(kills=options.kills, seed=options.seed),
             torchft_python=options.torchft_python,
-            nep_options=("--replicas", str(min(options.replicas, case.ranks))),
             keep=options.keep,
             say=_say,
         )
@@ -111,8 +109,6 @@ def _checked(options: RecoveryOptions) -> tuple[list[int], list[str]]:
     errors = []
     if options.kills < 1:
         errors.append(f"kills ({options.kills}) must be at least 1")
-    if options.replicas < 1:
-        errors.append(f"replicas ({options.replicas}) must be at least 1")
     sizes = [int(text) if text.strip().isdecimal() else 0 for text in options.ranks.split(",")]
     if any(size not in _RANKS for size in sizes):
         errors.append(

@@ -17,8 +17,11 @@ from nep.testing.recovery_bench.kills import Pace, play
 from nep.testing.recovery_bench.settings import DOCUMENTED, tuned
 from nep.testing.recovery_bench.work import Work
 
-NEP, RESTART, TORCHFT_DOCUMENTED, TORCHFT_TUNED = "nep", "restart", "torchft documented", "torchft tuned"
-KINDS = {"nep": (NEP,), "restart": (RESTART,), "torchft": (TORCHFT_DOCUMENTED, TORCHFT_TUNED)}
+# nep twice, since each peer can do one of the two: experts spread over all ranks, and the whole model on every rank.
+NEP_SPREAD, NEP_WHOLE = "nep, experts spread", "nep, whole model"
+RESTART, TORCHFT_DOCUMENTED, TORCHFT_TUNED = "torchrun restart", "torchft documented", "torchft tuned"
+NEP = (NEP_SPREAD, NEP_WHOLE)
+KINDS = {"nep": NEP, "restart": (RESTART,), "torchft": (TORCHFT_DOCUMENTED, TORCHFT_TUNED)}
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -26,18 +29,18 @@ class Case:
     """One job that is measured.
 
     Attributes:
-        kind: nep, restart, torchft documented or torchft tuned.
+        kind: one of those in KINDS.
         ranks: how many processes train.
     """
 
     kind: str
     ranks: int
 
-    def job(self, work: Work, kills: int, torchft_python: Path | None, nep_options: Sequence[str]) -> MeasuredJob:
+    def job(self, work: Work, kills: int, torchft_python: Path | None) -> MeasuredJob:
         """Its processes, not started yet."""
         common: dict[str, Any] = {"work": work, "num_ranks": self.ranks, "kills": kills}
-        if self.kind == NEP:
-            return NepJob(**common, options=tuple(nep_options))
+        if self.kind in NEP:
+            return NepJob(**common, replicas=1 if self.kind == NEP_SPREAD else self.ranks)
         if self.kind == RESTART:
             return RestartJob(**common)
         assert torchft_python is not None
@@ -57,7 +60,6 @@ def measure(
     pace: Pace,
     *,
     torchft_python: Path | None = None,
-    nep_options: Sequence[str] = (),
     keep: Path | None = None,
     say: Callable[[str], None] = lambda line: None,
 ) -> dict[str, Any]:
@@ -74,10 +76,10 @@ def measure(
     with tempfile.TemporaryDirectory(prefix="recovery-") as temporary:
         folder = Path(temporary)
         if keep is not None:
-            folder = keep / f"{case.kind.replace(' ', '-')}-{case.ranks}"
+            folder = keep / f"{case.kind.replace(',', '').replace(' ', '-')}-{case.ranks}"
             folder.mkdir(parents=True)
         work = Work(folder=folder)
-        job = case.job(work, pace.kills, torchft_python, nep_options)
+        job = case.job(work, pace.kills, torchft_python)
         try:
             figures, events = play(job, pace, lambda done: say(f"{case.kind}, {case.ranks} ranks: {done} kills"))
         except (RuntimeError, ValueError) as error:
@@ -87,7 +89,7 @@ def measure(
 
 def _samples(case: Case, figures: Figures, events: Events, work: Work) -> dict[str, int | None]:
     """Samples that no committed step has used, and those that were used again."""
-    if case.kind == NEP:
+    if case.kind in NEP:
         return ledger(events, work.batch)
     if case.kind == RESTART:
         undone = sum(one.undone_steps for one in figures.outcomes)

@@ -95,16 +95,23 @@ class NepJob(MeasuredJob):
     """`scripts/train.py` under torchrun; supervisors start killed trainers anew.
 
     Attributes:
-        options: of `scripts/train.py`, beside those that say what to train.
+        replicas: copies of the model; each is spread over its share of the ranks.
     """
 
-    options: tuple[str, ...] = ()
+    replicas: int
 
     def _start(self) -> None:
         work = self.work
         train = ["--model", work.preset, "--steps", str(work.steps), "--seed", str(work.seed), "--data", str(TEXT)]
         train += ["--global-batch-size", str(work.batch), "--seq-len", str(work.seq_len), "--moe-backend", "loop"]
-        train += ["--respawn", str(self.kills + 1), "--run-dir", str(work.folder / "runs"), *self.options]
+        train += [
+            "--respawn",
+            str(self.kills + 1),
+            "--run-dir",
+            str(work.folder / "runs"),
+            "--replicas",
+            str(self.replicas),
+        ]
         self._launch([*self._torchrun(), str(_HERE / "nep_worker.py"), str(work.folder), *train])
 
 
