@@ -140,6 +140,7 @@ def test_a_loss_that_differs_in_the_thirteenth_digit_is_found() -> None:
 def test_the_page_has_what_was_played_and_what_went_wrong(tmp_path: Path) -> None:
     verdicts = judge(series("s", [("kill", "vote", "one")]), [played(events_of("kill", answered_s=2.5))], TWIN)
     common = {"date": "2026-01-02 03:04", "machine": "a machine", "commit": "abc", "jobs": 1, "seconds": 9.0}
+    common |= {"base_s": 1.0, "slack_s": 0.0}
     Result(series="kill, one", verdicts=verdicts, **common).write(tmp_path)
     text = page(results_in(tmp_path))
     assert "**2.50** (!)" in text and "answered after 2.50 s, 2 s allowed" in text and "2026-01-02 03:04" in text
