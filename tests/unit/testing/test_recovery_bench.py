@@ -162,6 +162,9 @@ def test_each_peer_is_compared_with_its_own_layout(tmp_path: Path) -> None:
     results += [result(TORCHFT_TUNED, 4, 0.5), failed]
     assert [(one["kind"], one["recovery"]) for one in ratios(results)] == [(RESTART, 25.0), (TORCHFT_TUNED, 5.0)]
     assert all(one["met"] for one in targets(results))
+    slow = {**results[0], "inside_collective": {"p50": 0.5}, "between_collectives": {"p50": 0.4}}
+    (place,) = [one for one in targets([slow]) if "inside" in one["target"]]
+    assert place["value"] == pytest.approx(1.25) and not place["met"]
     assert not broken_promises(results)
     text = picture(results, 140)
     page = tmp_path / "page.md"
