@@ -16,7 +16,7 @@ from nep.power.device import PowerDevice, PowerError, PowerReading
 from nep.power.health import health_signals, lost_signal
 from nep.power.source import DeviceSource
 from nep.report.command_line import parse_options
-from nep.report.power_options import Board, PowerOptions, WattsQuestion, watts_question
+from nep.report.power_options import Board, JobSlots, PowerOptions, WattsQuestion, watts_question
 from nep.report.power_table import SCHEMA, BoardState, board_object, boards_text, watts_object, watts_text
 from nep.report.readers.cluster_file import slot_list
 from nep.report.terminal import print_text, terminal_width
@@ -116,9 +116,21 @@ def _run(
     }
     if not here:
         raise RuntimeError(f"no board can be read; {states[0].problem}")
-    question = watts_question(options, here, [slot for slot in devices if slot not in here])
+    question = watts_question(options, here, [slot for slot in devices if slot not in here], _job(options.job))
     plan = plan_watts(question.slots, budgets_w=question.budgets_w)
     return _answer(options, states, question, plan, PowerController(devices, source=source, boards=boards))
+
+
+def _job(name: str | None) -> JobSlots | None:
+    """The running job of this name; None if none is asked for."""
+    if name is None:
+        return None
+    # Loads torch, which nothing else here needs.
+    from nep.fault_tolerance.running_job import RunningJob, find_job
+
+    job = RunningJob(find_job(name))
+    training = frozenset(slot.slot for slot in job.slots() if slot.state in ("training", "leaving"))
+    return JobSlots(num_slots=job.address.num_slots, training=training)
 
 
 def _look(devices: Mapping[int, _NamedDevice], before: dict[int, PowerReading]) -> list[BoardState]:

@@ -8,11 +8,14 @@ import subprocess
 import sys
 import time
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
 
 from nep import cli
+from nep.fault_tolerance import running_job
+from nep.fault_tolerance.running_job import SlotStatus
 from nep.planning.cluster import Cluster
 from nep.planning.planner import plan_after_failure, plan_from_scratch
 from nep.planning.power import PPM
@@ -115,6 +118,26 @@ def test_a_slow_slot_of_a_cluster(tmp_path: Path, capsys: pytest.CaptureFixture[
     assert watts["slots"][2]["speed_ppm"] >= PPM
 
 
+def test_a_running_job(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
+    """What the control store says of its slots decides who is failed."""
+
+    class Job:
+        def __init__(self, address: object) -> None:
+            assert address == "the address"
+            self.address = SimpleNamespace(num_slots=16)
+
+        def slots(self) -> list[SlotStatus]:
+            states = {3: "down", 9: "drained", 4: "leaving"}
+            return [SlotStatus(slot=slot, state=states.get(slot, "training")) for slot in range(16)]
+
+    monkeypatch.setattr(running_job, "RunningJob", Job)
+    monkeypatch.setattr(running_job, "find_job", lambda name: {"runs/1/job.json": "the address"}[name])
+    assert run("--simulate", "8", "--job", "runs/1/job.json", "--json") == 0
+    watts = last_object(capsys.readouterr().out)["watts"]
+    assert [slot["slot"] for slot in watts["slots"]] == [slot for slot in range(16) if slot not in (3, 9)]
+    assert {slot["needed_ppm"] for slot in watts["slots"]} == {-(-8 * PPM // 7)}
+
+
 def test_limits_are_set_held_and_put_back(boards: Path, capsys: pytest.CaptureFixture[str]) -> None:
     arguments = ("--simulate", str(boards), "--failed", "3", "--apply", "--hold-s", "0", "--json")
     assert run(*arguments, "--dry-run") == 0
@@ -188,7 +211,8 @@ def test_a_machine_without_boards(monkeypatch: pytest.MonkeyPatch, capsys: pytes
 @pytest.mark.parametrize(
     ("arguments", "why"),
     [
-        (["--apply"], "--apply needs --plan, --cluster or --failed"),
+        (["--apply"], "--apply needs --plan, --cluster, --job or --failed"),
+        (["--simulate", "2", "--job", "no/such"], "is no file; name the job.json"),
         (["--hold-s", "3"], "--hold-s needs --apply"),
         (["--rounds", "3"], "--rounds needs --watch"),
         (["--watch", "--apply", "--failed", "1"], "do not go together"),
