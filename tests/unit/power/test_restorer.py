@@ -180,6 +180,44 @@ def test_where_processes_have_no_descriptors(path: Path, monkeypatch: pytest.Mon
     guard._process.stdout.close()
 
 
+def test_the_supervisors_way_of_clearing_up_leaves_time(path: Path) -> None:
+    """A supervisor adopts what its dead trainer left, sends it SIGTERM and a little later SIGKILL."""
+    program = f"""
+import os, signal, sys
+sys.path.insert(0, {str(ROOT)!r})
+from nep.fault_tolerance import processes
+processes.become_subreaper()
+signal.pthread_sigmask(signal.SIG_BLOCK, [signal.SIGTERM])
+reading, writing = os.pipe()
+trainer = os.fork()
+if trainer == 0:
+    from pathlib import Path
+    from nep.power.controller import PowerController
+    from nep.power.simulated_file import open_file
+    from nep.power.source import DeviceSource
+    path = {str(path)!r}
+    source = DeviceSource(kind="simulated", path=path)
+    controller = PowerController(dict(enumerate(open_file(Path(path)))), source=source)
+    assert controller.set_limits({{0: 900, 1: 500}}).complete
+    os.write(writing, b"x")
+    signal.pause()
+os.read(reading, 1)
+os.kill(trainer, signal.SIGKILL)
+processes.end_descendants(5.0)
+"""
+    subprocess.run([sys.executable, "-c", program], check=True, timeout=60)
+    assert limits(path) == [700, 650, 700]
+
+
+def test_boards_that_the_restoring_process_cannot_open_stay_as_they_are(path: Path) -> None:
+    """Here because its source says another file than the controller's boards."""
+    source = DeviceSource(kind="simulated", path=str(path.with_name("none.json")))
+    controller = PowerController(dict(enumerate(open_file(path))), source=source)
+    (refusal,) = controller.set_limits({0: 900}).refused
+    assert "boards [0] cannot be opened there" in refusal.text and "no limit is changed without it" in refusal.text
+    assert limits(path) == [700, 650, 700] and controller.guard_pid is None
+
+
 def test_a_source_is_a_value() -> None:
     for source in (DeviceSource(), DeviceSource(kind="simulated", path="a.json")):
         assert DeviceSource.from_json(source.to_json()) == source
