@@ -5,7 +5,7 @@ process, tells it what the limits were and which ones it is going to set, and wa
 end and a descriptor of the controller's process: when either says that the controller is gone, limits that are still
 the controller's are put back. A limit that somebody else has set meanwhile is left alone.
 
-It runs in a session of its own, since launchers signal whole process groups. It opens the boards before it promises
+It is in no process group of a launcher's, since launchers signal whole groups. It opens the boards before it promises
 anything, so that restoring takes milliseconds: the supervisor of a dead trainer sends what is left of it SIGTERM, and
 SIGKILL some seconds later.
 """
@@ -26,7 +26,7 @@ from typing import Any, Self
 from nep.power.device import PowerDevice, PowerError
 from nep.power.source import DeviceSource
 
-# Starting Python on a busy machine takes a while; a helper that does not answer by then will not.
+# Starting Python on a busy machine takes a while; one that does not answer by then will not.
 _START_S = 60.0
 _END_S = 10.0
 # Where processes have no descriptors (old kernels, some sandboxes) the parent's number is looked at so often.
