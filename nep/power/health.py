@@ -90,6 +90,12 @@ def health_signals(now: PowerReading, before: PowerReading | None = None) -> tup
     signals = [xid_signal(xid) for xid in now.xids]
     signals += _ecc(now, before)
     signals += _throttles(now)
+    if now.enforced_w is not None and now.enforced_w < now.limit_w - 1:
+        text = (
+            f"the board keeps to {now.enforced_w:g} W, below its limit of {now.limit_w:g} W: another limit is lower, "
+            "see the BMC or the node's power manager"
+        )
+        signals.append(HealthSignal(kind="throttle", severity="slow", value=now.enforced_w, text=text))
     hot, limit = now.temperature_c, now.slowdown_c
     if hot is not None and limit is not None and hot >= limit:
         text = f"{hot:g} °C, from {limit:g} °C on the board slows itself down; see its cooling, or lower its limit"

@@ -12,7 +12,7 @@ from typing import Any, Protocol
 
 from nep.planning.power import WattsPlan, plan_watts
 from nep.power.controller import LimitsSet, PowerController
-from nep.power.device import PowerDevice, PowerError, PowerReading
+from nep.power.device import PowerDevice, PowerError, PowerReading, usable_range
 from nep.power.health import health_signals, lost_signal
 from nep.power.source import DeviceSource
 from nep.report.command_line import parse_options
@@ -110,9 +110,13 @@ def _run(
         _show(options, states)
         return 0
     here = {
-        state.slot: Board(product=devices[state.slot].model, range_w=state.range_w)
+        state.slot: Board(
+            product=devices[state.slot].model,
+            range_w=state.range_w,
+            usable_w=usable_range(state.range_w, state.reading),
+        )
         for state in states
-        if state.range_w is not None
+        if state.range_w is not None and state.reading is not None
     }
     if not here:
         raise RuntimeError(f"no board can be read; {states[0].problem}")
@@ -170,7 +174,7 @@ def _answer(
     print_text(boards_text(states, terminal_width()) + "\n")
     print_text(watts_text(plan, needed, question.notes, terminal_width()) + "\n")
     readable = {state.slot: state.reading.limit_w for state in states if state.reading is not None}
-    local = {slot: limit for slot, limit in plan.limits_w.items() if readable.get(slot, limit) != limit}
+    local = {slot: limit for slot, limit in plan.changes_w.items() if slot in readable}
     commands = controller.commands(local)
     value: dict[str, Any] = {
         "boards": [board_object(state) for state in states],

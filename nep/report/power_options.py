@@ -51,7 +51,7 @@ class PowerOptions:
     curve: Annotated[str | None, tyro.conf.arg(metavar="NAME|FILE", help_behavior_hint="")] = None
     """Speed-power curve: a name, or a file of measurements; by default by the board's product name."""
     budget_w: Number = None
-    """Watts for the limits of a node's live boards together; by default what the default limits of all its boards are,
+    """Watts for the limits of a node's live boards together; by default what the limits of all its boards are now,
     without what dead ones may draw."""
     failed_draw_w: Count = 100
     """What a board that is out of use may still draw."""
@@ -101,10 +101,12 @@ class Board:
     Attributes:
         product: its name.
         range_w: its limits.
+        usable_w: what a plan may use of them, see `usable_range`.
     """
 
     product: str
     range_w: PowerRange
+    usable_w: PowerRange
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -174,9 +176,9 @@ def watts_question(
             slot=slot,
             domain=nodes[slot],
             curve=curves[boards[slot].product],
-            default_w=boards[slot].range_w.default_w,
-            min_w=boards[slot].range_w.min_w,
-            max_w=boards[slot].range_w.max_w,
+            default_w=boards[slot].usable_w.default_w,
+            min_w=boards[slot].usable_w.min_w,
+            max_w=boards[slot].usable_w.max_w,
             needed_ppm=need,
             speed_ppm=speeds[slot],
         )
@@ -245,6 +247,6 @@ def _budgets(
         return dict.fromkeys((nodes[slot] for slot in needed), options.budget_w)
     unused = dict.fromkeys((slot for slot in boards if slot not in needed), options.failed_draw_w)
     budgets = domain_budgets(
-        {slot: board.range_w.default_w for slot, board in boards.items()}, nodes, failed_draw_w=unused
+        {slot: board.usable_w.default_w for slot, board in boards.items()}, nodes, failed_draw_w=unused
     )
     return {domain: budget for domain, budget in budgets.items() if domain in {nodes[slot] for slot in needed}}

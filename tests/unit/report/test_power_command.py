@@ -108,6 +108,21 @@ def test_a_node_alone(capsys: pytest.CaptureFixture[str]) -> None:
     assert {slot["limit_w"] for slot in watts["slots"]} <= {785, 786}
 
 
+def test_a_limit_that_somebody_has_chosen_is_where_a_plan_starts(
+    boards: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    for device in open_file(boards):
+        device.set_limit_w(600)
+    assert run("--simulate", str(boards), "--failed", "3", "--json") == 0
+    watts = last_object(capsys.readouterr().out)["watts"]
+    assert watts["nodes"][0]["budget_w"] == 8 * 600 - 100
+    assert {slot["default_w"] for slot in watts["slots"]} == {600}
+    assert {slot["limit_w"] for slot in watts["slots"]} <= {671, 672}
+    # Nothing is damaged: nothing is touched.
+    assert run("--simulate", str(boards), "--failed", "8") == 0
+    assert "nothing to set on this machine" in capsys.readouterr().out
+
+
 def test_a_slow_slot_of_a_cluster(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     cluster = tmp_path / "cluster.json"
     cluster.write_text(json.dumps({"nodes": 1, "gpus_per_node": 4, "slow": {"2": 0.95}}))
