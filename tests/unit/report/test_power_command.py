@@ -176,7 +176,7 @@ def test_a_command_that_is_ended_puts_limits_back(boards: Path, number: signal.S
             break
     assert open_file(boards)[0].limit_w() == 785
     process.send_signal(number)
-    rest, _ = process.communicate(timeout=20)
+    rest, _ = process.communicate(timeout=60)
     assert ("limits are as they were" in rest) == (number != signal.SIGKILL)
     assert process.returncode == (-number if number == signal.SIGKILL else 0)
     for _ in range(200):
