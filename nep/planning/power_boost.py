@@ -12,8 +12,8 @@ from nep.planning.power import PPM, PowerSlot, WattsPlan, plan_watts
 class PowerBoost:
     """(plan, measured speeds) -> speeds under planned watts; an answer to `nep.planning.compensate`'s question.
 
-    A replica is to do the work that it would do undamaged, whatever share of the batch the plan gives it now: watts come
-    first, and shares follow the speeds that come of them. It is the same on all ranks.
+    A replica is to do the work that it would do undamaged, whatever share of the batch the plan gives it now: watts
+    come first, and shares follow the speeds that come of them. It is the same on all ranks.
 
     Args:
         slots: every slot of the job that may be in a plan; their needs and speeds are not looked at.

@@ -1,5 +1,7 @@
 """Watts as a lever: speeds under planned limits, from what was measured under those in force."""
 
+from dataclasses import replace
+
 import pytest
 
 from nep.planning.cluster import Cluster
@@ -40,9 +42,13 @@ def test_a_healthy_job_is_left_alone() -> None:
 
 def test_the_damaged_replica_gets_its_work_back_whatever_its_share_is_now() -> None:
     lever, plan = boost(budgets_w={0: 7 * 910, 1: 5600}), damaged()
-    # Recovery shares the batch out over 15 slots; watts are planned for halves.
-    assert len({sum(lane.num_sequences for lane in plan.lanes if lane.replica == index) for index in (0, 1)}) == 2
+    # Three sequences of the damaged replica's first lane have gone to the other replica.
+    lanes = list(plan.lanes)
+    for index, more in ((0, -3), (len(lanes) - 1, 3)):
+        lanes[index] = replace(lanes[index], num_sequences=lanes[index].num_sequences + more)
+    moved = replace(plan, lanes=tuple(lanes))
     speeds = lever(plan, full(plan))
+    assert lever(moved, full(moved)) == speeds
     assert all(speeds[slot] == pytest.approx(8 / 7 * PPM, rel=1e-3) for slot in range(8) if slot != 3)
     assert all(speeds[slot] == PPM for slot in range(8, 16))
     assert lever.latest is not None and lever.latest.keeps_pace
