@@ -42,6 +42,7 @@ XIDS: Mapping[int, tuple[Severity, str, str]] = MappingProxyType(
         31: ("note", "memory page fault", _APPLICATION),
         43: ("note", "the GPU stopped a channel", _APPLICATION),
         45: ("note", "channels were torn down, as after a kill", "nothing, unless others come with it"),
+        46: ("fatal", "the GPU stopped processing", _RESET),
         48: ("fatal", "uncorrectable memory error", _RESET),
         62: ("fatal", "the power and clock controller halted", _RESET),
         63: (
@@ -59,6 +60,7 @@ XIDS: Mapping[int, tuple[Severity, str, str]] = MappingProxyType(
         119: ("fatal", "the GPU's system processor does not answer", _NODE),
         120: ("fatal", "the GPU's system processor failed", _NODE),
         140: ("fatal", "unrecovered memory error", _RESET),
+        154: ("suspect", "the driver recommends a recovery", "see GPU Recovery Action in nvidia-smi -q"),
     }
 )
 """XID -> severity, what it is, what to do; after docs.nvidia.com/deploy/xid-errors."""

@@ -1,10 +1,12 @@
 """Limits are put back by another process when their controller is gone, whatever ended it."""
 
+import contextlib
 import os
 import select
 import signal
 import subprocess
 import sys
+from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
@@ -16,6 +18,7 @@ from nep.power.simulated_file import create_file, open_file
 from nep.power.source import DeviceSource
 
 ROOT = Path(__file__).parents[3]
+STARTED: list[subprocess.Popen[str]] = []
 # Sets limits, says so with the restoring process's number, and stays; or leaves as its last argument says.
 HOLDER = """
 import sys, time, os, signal
@@ -43,6 +46,17 @@ def path(tmp_path: Path) -> Path:
     return path
 
 
+@pytest.fixture(autouse=True)
+def _nothing_is_left() -> Iterator[None]:
+    """Also where a test fails, no process outlives it."""
+    yield
+    for process in STARTED:
+        with contextlib.suppress(ProcessLookupError):
+            os.killpg(process.pid, signal.SIGKILL)
+        process.communicate()
+    STARTED.clear()
+
+
 def limits(path: Path) -> list[float]:
     return [device.limit_w() for device in open_file(path)]
 
@@ -57,6 +71,7 @@ def start(path: Path, end: str, *, fork: bool = False) -> tuple[subprocess.Popen
         text=True,
         start_new_session=True,
     )
+    STARTED.append(process)
     assert process.stdout is not None
     guard = int(process.stdout.readline())
     return process, guard
@@ -84,8 +99,6 @@ def test_a_killed_controller(path: Path, number: signal.Signals) -> None:
     assert limits(path) == [700, 650, 700]
     assert process.stderr is not None and process.stdout is not None
     assert f"nep: process {process.pid} is gone; its power limits were put back" in process.stderr.read()
-    process.stdout.close()
-    process.stderr.close()
 
 
 def test_the_whole_group_is_killed(path: Path) -> None:
@@ -95,7 +108,6 @@ def test_the_whole_group_is_killed(path: Path) -> None:
     process.wait(timeout=60)
     wait_for_end(guard)
     assert limits(path) == [700, 650, 700]
-    process.communicate()
 
 
 def test_a_child_that_lives_on_does_not_hold_it_up(path: Path) -> None:
@@ -104,8 +116,6 @@ def test_a_child_that_lives_on_does_not_hold_it_up(path: Path) -> None:
     process.wait(timeout=60)
     wait_for_end(guard)
     assert limits(path) == [700, 650, 700]
-    os.killpg(process.pid, signal.SIGKILL)
-    process.communicate()
 
 
 @pytest.mark.parametrize("end", ["controller.restore()", "raise SystemError('crash')"])
