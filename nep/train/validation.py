@@ -41,10 +41,13 @@ def validation_sums(
     shares = split_sequences(num_sequences, [1] * len(plan.lanes))
     lane = plan.lane_of(slot)
     first, count = sum(shares[:lane]), shares[lane]
+    device = next(model.parameters()).device
     total, tokens = 0.0, 0
     for done in range(0, max(shares), micro_batch_size):
         size = max(0, min(micro_batch_size, count - done))
-        tokens_bt, targets_bt = (torch.from_numpy(array) for array in data.validation_batch(first + done, size))
+        tokens_bt, targets_bt = (
+            torch.from_numpy(array).to(device) for array in data.validation_batch(first + done, size)
+        )
         loss = model(tokens_bt, targets_bt).loss
         total += float(loss.own)
         tokens += loss.num_tokens
