@@ -107,6 +107,8 @@ def prepare_nccl(*, nonblocking_timeout_s: float, environ: MutableMapping[str, s
     for name in SET:
         environ.setdefault(name, REQUIRED[name][0])
     environ.setdefault("TORCH_NCCL_NONBLOCKING_TIMEOUT", str(math.ceil(nonblocking_timeout_s)))
+    # Kernels of two communicators then run in the order in which they were launched, the same on all slots.
+    environ.setdefault("NCCL_LAUNCH_ORDER_IMPLICIT", "1")
     # The watchdog sleeps four times this after an error, and whoever drops the group waits for it.
     environ.setdefault("TORCH_NCCL_WAIT_TIMEOUT_DUMP_MILSEC", "0")
 

@@ -76,6 +76,7 @@ def test_nccl_is_told_what_is_not_set_yet() -> None:
         "TORCH_NCCL_ASYNC_ERROR_HANDLING": "0",
         "TORCH_NCCL_DUMP_ON_TIMEOUT": "0",
         "TORCH_NCCL_WAIT_TIMEOUT_DUMP_MILSEC": "0",
+        "NCCL_LAUNCH_ORDER_IMPLICIT": "1",
     }
     fresh: dict[str, str] = {}
     prepare_nccl(nonblocking_timeout_s=1.2, environ=fresh)
