@@ -75,7 +75,7 @@ def test_the_transport_is_the_backends(monkeypatch: pytest.MonkeyPatch) -> None:
     transport = make_transport("nccl", job, Timeouts(base_s=10))
     assert isinstance(transport, NcclTransport) and transport.device == torch.device("cuda", 1)
     assert claimed == [torch.device("cuda", 1)]
-    assert prepared == [20.0]
+    assert prepared == [Timeouts(base_s=10).rebuild_s]
 
 
 # The device `meta` has no memory, and refuses to be mixed with another one.
