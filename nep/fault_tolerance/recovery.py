@@ -70,7 +70,7 @@ def rendezvous(run: SlotRun, generation: int, waiter: Waiter) -> Rendezvous:
         generation=generation,
         slot=run.slot,
         store=connection.torch_store(run.recipe.timeouts.rebuild_s),
-        device=run.device,
+        transport=run.transport,
         waiter=waiter,
         group_timeout_s=run.recipe.timeouts.group_s,
         rebuild_timeout_s=run.recipe.timeouts.rebuild_s,

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 
-from nep.distributed.groups import create_device
+from nep.distributed.groups import ParkingLot
 from nep.distributed.timeouts import Timeouts
 from nep.fault_tolerance.connections import Connections
 from nep.fault_tolerance.control_store import ControlStore
@@ -18,6 +18,7 @@ from nep.parallel.state import SlotState
 from nep.planning.cluster import Cluster
 from nep.planning.layout import Lines
 from nep.train.config import TrainConfig
+from nep.train.devices import make_transport
 
 
 def make_run(
@@ -55,16 +56,18 @@ def make_run(
     if progress.layout != NO_LAYOUT:
         sync = GradSync.build(state, lines, recipe.dtype)
     speeds = dict(zip(state.plan.slots, state.plan.speeds_ppm, strict=True))
+    transport = make_transport(config.backend, job, recipe.timeouts)
     return SlotRun(
         job=job,
         store=store,
         connections=Connections(store, ready=2 if job.num_slots > 1 else 0),
-        device=create_device(job.listen_on),
+        transport=transport,
         recipe=recipe,
         probe=Injector(config.failures, job.slot, store, announce).at,
         cluster=Cluster.uniform(job.num_slots, job.slots_per_node).with_speeds(speeds),
         progress=progress,
         state=state,
         sync=sync,
-        routing=RoutingState.initial(lines, recipe.dtype),
+        routing=RoutingState.initial(lines, recipe.dtype, transport.device),
+        parking=ParkingLot(transport),
     )
