@@ -87,6 +87,11 @@ def request_key(number: int) -> str:
     return f"request/{number}"
 
 
+def corruption_key(step: int, slot: int) -> str:
+    """Which slot asks that `slot` be drained, whose memory was found wrong in the vote of `step` (decimal)."""
+    return f"corruption/{step}/{slot}"
+
+
 def step_key() -> str:
     """The last committed step, for people: written now and then by the slot that speaks for the job."""
     return "step"

@@ -9,6 +9,7 @@ from nep.distributed.timeouts import Timeouts
 from nep.fault_tolerance.connections import Connections
 from nep.fault_tolerance.control_store import ControlStore
 from nep.fault_tolerance.injection import Injector
+from nep.fault_tolerance.integrity import Integrity
 from nep.fault_tolerance.job import Job
 from nep.fault_tolerance.runtime import Recipe, SlotRun
 from nep.fault_tolerance.transaction import NO_LAYOUT, Progress
@@ -67,4 +68,5 @@ def make_run(
         state=state,
         sync=sync,
         routing=RoutingState.initial(lines, recipe.dtype),
+        integrity=Integrity(config.state_check_every, config.corruption_action),
     )

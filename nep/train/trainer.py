@@ -19,11 +19,7 @@ from nep.fault_tolerance import transaction
 from nep.fault_tolerance.arrival import wait_for_everybody
 from nep.fault_tolerance.bulletin import StepBoard, follow_requests
 from nep.fault_tolerance.commit import commit_step
-from nep.fault_tolerance.control_store import (
-    FIRST_GENERATION,
-    ControlStore,
-    decision_key,
-)
+from nep.fault_tolerance.control_store import FIRST_GENERATION, ControlStore, decision_key
 from nep.fault_tolerance.ending import finish_together
 from nep.fault_tolerance.injection import fired
 from nep.fault_tolerance.job import Job
@@ -50,6 +46,7 @@ from nep.train.log import follow_generation
 from nep.train.make_run import make_run
 from nep.train.resume import find_start, subject_of
 from nep.train.signals import StopSignals
+from nep.train.state_guard import StateGuard
 from nep.train.step import forward_backward, prepare_model
 from nep.train.story import Story
 from nep.train.validation import validation_loss
@@ -89,6 +86,7 @@ class Trainer:
         self.model: nn.Module
         self._overlap: Overlap
         self._boundary = Boundary(self, self._install, self._announce)
+        self._guard = StateGuard(self)
         self.run_state: SlotRun
         self.resumed_step = 0  # of the checkpoint that this run began with
         self._signals = StopSignals()
@@ -341,6 +339,7 @@ class Trainer:
             self.validation_losses = [validation_loss(run, self.model, self.data, config)]
         while self.step < config.steps and not run.stopping:
             step = self.step + 1
+            self._guard.before_step(step)
             self._checkpoints.before_step(step)
             follow_generation(run.current.number, self.plan.replica_of(self.slot), self.slot, step)
             generation, probe = run.current, run.probe_at(step)
@@ -355,7 +354,8 @@ class Trainer:
                 micro_batch_size=config.sequences_per_round(self.plan),
                 probe=probe,
             )
-            commit_step(run, step, sums, reduction)
+            if not commit_step(run, step, sums, reduction):
+                continue  # some state was wrong: it has been mended, and the step is run again
             del reduction  # it holds the state under the plan of now, which may change below
             self._overlap.returning = run.returning
             self._resumed()
