@@ -92,6 +92,11 @@ def corruption_key(step: int, slot: int) -> str:
     return f"corruption/{step}/{slot}"
 
 
+def data_key() -> str:
+    """The slot that came first and the digest of its data, with a space between."""
+    return "data"
+
+
 def step_key() -> str:
     """The last committed step, for people: written now and then by the slot that speaks for the job."""
     return "step"

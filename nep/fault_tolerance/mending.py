@@ -17,11 +17,10 @@ import torch
 from nep.distributed.collectives import all_gather, all_gather_bytes
 from nep.fault_tolerance.arbitration import Finding, Verdict, beyond_bounds, by_bounds, by_evidence, of_parameters
 from nep.fault_tolerance.corruption import PARAMS, Corruption
-from nep.fault_tolerance.integrity import rounded_hashes
 from nep.fault_tolerance.runtime import SlotRun
 from nep.parallel.holding import Holding
 from nep.parallel.state import Tensors, accumulation_dtype
-from nep.parallel.state_hash import UnitHashes, units_of
+from nep.parallel.state_hash import units_of
 from nep.parallel.transfer import compile_transfer, launch
 from nep.planning.layout import Layout
 from nep.planning.transfer import Piece, Transfer, overlaps
@@ -69,32 +68,27 @@ def mend(run: SlotRun, step: int) -> None:
 
 def _differences(run: SlotRun) -> list[Finding]:
     """What this slot mirrors or holds with other bits than the owner. All members call it."""
-    plan, last = run.state.plan, run.integrity.last
-    assert last is not None
+    plan, last, hashers = run.state.plan, run.integrity.last, run.integrity.hashers(run)
+    assert last is not None and last.held is not None and last.rounded is not None
     kinds = list(last.owned)
-    sealed = {
-        kind: _with_seal(run, last.owned[kind], "owned", kind)
-        for kind in kinds
-    }
+    kept = {kind: run.integrity.kept(run, "owned", kind) for kind in kinds}
+    say = [hashers.owned.split(_pair(last.owned[kind], kept[kind])) for kind in kinds]
     there = [_room(run, plan.mirrors) for _ in kinds]
-    _send(run, plan.owners, plan.mirrors, list(sealed.values()), there, torch.int64, "hashes for mirrors")
+    _send(run, plan.owners, plan.mirrors, say, there, torch.int64, "hashes for mirrors")
     found: list[Finding] = []
     for kind, theirs in zip(kinds, there, strict=True):
-        mine = _with_seal(run, last.mirrored[kind], "mirrored", kind)
-        found += _compare(run, kind, plan.mirrors, mine, theirs)
+        mine = _pair(last.mirrored[kind], run.integrity.kept(run, "mirrored", kind))
+        found += _compare(run, kind, plan.mirrors, hashers.mirrored.split(mine), theirs)
 
-    masters = _with_seal(run, last.rounded, "owned", "master")
-    copies = rounded_hashes(run.state.mirrored, run.recipe.lines, run.recipe.dtype)
+    masters = hashers.owned.split(_pair(last.rounded, kept["master"]))
+    copies = hashers.mirrored.digest(run.state.mirrored.master, run.recipe.dtype)
+    copies = hashers.mirrored.key(copies, PARAMS)
     owners_say, mirrors_say = _room(run, plan.holders), _room(run, plan.holders)
     _send(run, plan.owners, plan.holders, [masters], [owners_say], torch.int64, "hashes for holders")
-    other = {name: _pair(values, torch.ones_like(values)) for name, values in copies.items()}
+    other = hashers.mirrored.split(_pair(copies, torch.ones_like(copies)))
     _send(run, plan.mirrors, plan.holders, [other], [mirrors_say], torch.int64, "mirrors' hashes for holders")
-    held = {name: _pair(values, torch.full_like(values, -1)) for name, values in last.held.items()}
+    held = hashers.held.split(_pair(last.held, torch.full_like(last.held, -1)))
     return found + _compare(run, PARAMS, plan.holders, held, owners_say, mirrors_say)
-
-
-def _with_seal(run: SlotRun, hashes: UnitHashes, part: str, kind: str) -> Tensors:
-    return {name: _pair(values, run.integrity.kept(run, part, kind, name)) for name, values in hashes.items()}
 
 
 def _pair(hashes: torch.Tensor, kept: torch.Tensor) -> torch.Tensor:

@@ -6,6 +6,7 @@ from collections.abc import Callable
 
 from nep.distributed.groups import create_device
 from nep.distributed.timeouts import Timeouts
+from nep.fault_tolerance.bit_flip import flip_some_bit
 from nep.fault_tolerance.connections import Connections
 from nep.fault_tolerance.control_store import ControlStore
 from nep.fault_tolerance.injection import Injector
@@ -56,13 +57,14 @@ def make_run(
     if progress.layout != NO_LAYOUT:
         sync = GradSync.build(state, lines, recipe.dtype)
     speeds = dict(zip(state.plan.slots, state.plan.speeds_ppm, strict=True))
-    return SlotRun(
+    injector = Injector(config.failures, job.slot, store, announce)
+    run = SlotRun(
         job=job,
         store=store,
         connections=Connections(store, ready=2 if job.num_slots > 1 else 0),
         device=create_device(job.listen_on),
         recipe=recipe,
-        probe=Injector(config.failures, job.slot, store, announce).at,
+        probe=injector.at,
         cluster=Cluster.uniform(job.num_slots, job.slots_per_node).with_speeds(speeds),
         progress=progress,
         state=state,
@@ -70,3 +72,5 @@ def make_run(
         routing=RoutingState.initial(lines, recipe.dtype),
         integrity=Integrity(config.state_check_every, config.corruption_action),
     )
+    injector.on_flip = lambda failure: flip_some_bit(run.state, failure.part, str(failure))
+    return run

@@ -17,7 +17,7 @@ from nep.checkpoint.folders import newest_in, none_left, set_aside, whole_in
 from nep.checkpoint.load import Reader, load_state, verify
 from nep.checkpoint.manifest import BadCheckpoint, Manifest
 from nep.checkpoint.subject import Subject
-from nep.fault_tolerance.control_store import ControlStore, end_key
+from nep.fault_tolerance.control_store import ControlStore, data_key, end_key
 from nep.fault_tolerance.history import Committed, History
 from nep.fault_tolerance.job import Job
 from nep.fault_tolerance.membership import dead_members
@@ -115,6 +115,7 @@ def find_start(
 
     subject = subject_of(config, data, model, model.parameter_lines())  # type: ignore[operator]
     try:
+        _require_same_data(store, job.slot, data.digest)
         return subject, agree_on_checkpoint(store, job.slot, job.num_slots, config, subject, say)
     except ValueError as error:
         store.compare_and_set(end_key(), "", str(BAD_INPUT))
@@ -162,6 +163,20 @@ def agree_on_checkpoint(
         bad[name] = problem
         say(f"checkpoint {name} cannot be loaded: {problem}; going on from the one before, if there is one")
     raise AssertionError("unreachable")
+
+
+def _require_same_data(store: ControlStore, slot: int, digest: str) -> None:
+    """All slots must read the same: a sample is known by its number.
+
+    Raises:
+        ValueError: this slot's differ from those of the one that came first.
+    """
+    first, theirs = store.compare_and_set(data_key(), "", f"{slot} {digest}").split()
+    if theirs != digest:
+        raise ValueError(
+            f"slots {first} and {slot} have different data (digests {theirs[:12]} and {digest[:12]}); "
+            "give the same --data, and without it the same release of Python, on all of them"
+        )
 
 
 def _examine(folder: Path, share: int, of: int) -> tuple[Manifest | None, str | None]:

@@ -109,4 +109,4 @@ class Story:
 
 
 def _recovery(value: dict[str, Any]) -> Recovery:
-    return Recovery(**{**value, "failed_slots": tuple(value["failed_slots"])})
+    return Recovery(**{**value, **{name: tuple(value[name]) for name in ("failed_slots", "reasons")}})

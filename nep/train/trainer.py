@@ -179,7 +179,7 @@ class Trainer:
                     self._recovery = self._recovery or Recovery()  # before: who comes back is told of it
                     recover(run, fault, number, members, self._recovery)
                     self._checkpoints.lose(self._recovery.failed_slots)
-                    self._begin(self._recovery.reason)
+                    self._begin(self._recovery.take_news())
                     run.parking.reap()  # before its sockets cost time, see `Fault.without_frames`
                 number, members = run.current.number, run.current.members
                 self._train()

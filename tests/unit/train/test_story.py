@@ -32,7 +32,7 @@ def test_there_and_back(keeps_loads: bool) -> None:
         history=History(steps=[committed(1, 1 / 3), committed(2, 5e-324)], counts_le=counts, num_updates=2),
         generations=[(1, 0, (0, 1), "start")],
         recoveries=[Recovery(failed_at=12.5, failed_slots=(3,), planned=False)],
-        recovery=Recovery(reason="slots [1] return"),
+        recovery=Recovery(reasons=("slots [1] return",)),
         validation_losses=[math.inf],
         full_size_s=[0.25],
         short_since=1e9 + 1 / 3,
