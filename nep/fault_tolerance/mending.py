@@ -335,7 +335,8 @@ def _send(
         destination=Holding(destination, slot, *take),
         dtype=dtype,
     )
-    launch(compiled, run.current.groups.transfer).finish(run.current.waiter, what, "copy")
+    probe = run.probe_at(run.progress.tx + 1)
+    launch(compiled, run.current.groups.transfer, lambda: probe("recover")).finish(run.current.waiter, what, "copy")
 
 
 def _clip(transfer: Transfer, parts: Sequence[_Part]) -> Transfer:

@@ -50,6 +50,10 @@ class CannotResume(ValueError):
     """There are checkpoints, and the job cannot go on from any of them."""
 
 
+class OtherData(CannotResume):
+    """This slot has other data than the job; the others need not know."""
+
+
 def subject_of(config: TrainConfig, data: SampleSource, model: nn.Module | ModelShape, lines: Lines) -> Subject:
     """What checkpoints of a job are of.
 
@@ -105,7 +109,7 @@ def find_start(
     """What the job's checkpoints are of, and the one to begin with, if any. All slots call it.
 
     Raises:
-        CannotResume: there are some, and none will do; the job is over.
+        CannotResume: there are some, and none will do, or slots have different data; the job is over.
     """
 
     def say(line: str) -> None:
@@ -115,10 +119,12 @@ def find_start(
 
     subject = subject_of(config, data, model, model.parameter_lines())  # type: ignore[operator]
     try:
-        _require_same_data(store, job.slot, data.digest)
+        require_same_data(store, job.slot, data.digest)
         return subject, agree_on_checkpoint(store, job.slot, job.num_slots, config, subject, say)
     except ValueError as error:
         store.compare_and_set(end_key(), "", str(BAD_INPUT))
+        if isinstance(error, CannotResume):
+            raise
         raise CannotResume(str(error)) from error
 
 
@@ -165,15 +171,15 @@ def agree_on_checkpoint(
     raise AssertionError("unreachable")
 
 
-def _require_same_data(store: ControlStore, slot: int, digest: str) -> None:
+def require_same_data(store: ControlStore, slot: int, digest: str) -> None:
     """All slots must read the same: a sample is known by its number.
 
     Raises:
-        ValueError: this slot's differ from those of the one that came first.
+        OtherData: this slot's differ from those of the one that came first.
     """
     first, theirs = store.compare_and_set(data_key(), "", f"{slot} {digest}").split()
     if theirs != digest:
-        raise ValueError(
+        raise OtherData(
             f"slots {first} and {slot} have different data (digests {theirs[:12]} and {digest[:12]}); "
             "give the same --data, and without it the same release of Python, on all of them"
         )
