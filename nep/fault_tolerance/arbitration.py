@@ -125,6 +125,7 @@ def beyond_bounds(
     *,
     updates: int,
     init_std: float | None,
+    known: bool = True,
 ) -> torch.Tensor:
     """Elements that no training with this optimizer can have led to.
 
@@ -133,9 +134,12 @@ def beyond_bounds(
         values: the same elements of master and all moments.
         updates: number of updates so far.
         init_std: of the initial values, which are normal; None: they are ones.
+        known: whether all of the training was with this optimizer; else only what is no number is beyond.
     """
     found, limit = values[kind], config.clip_norm * _SLACK
     beyond = ~torch.isfinite(found)
+    if not known:
+        return beyond
     if kind == "master":
         if config.algorithm == "adamw":
             first = 1.0 if init_std is None else _SIGMAS * init_std

@@ -58,12 +58,14 @@ class History:
             are kept.
         num_updates: optimizer updates so far (skipped steps do not count).
         corruptions: wrong bits that were found, in order.
+        resumed: it began with a checkpoint, so some steps may have had another configuration.
     """
 
     steps: list[Committed] = field(default_factory=list)
     counts_le: list[torch.Tensor] = field(default_factory=list)
     num_updates: int = 0
     corruptions: list[Corruption] = field(default_factory=list)
+    resumed: bool = False
 
     @property
     def request(self) -> int:

@@ -51,9 +51,8 @@ def mend(run: SlotRun, step: int) -> None:
     findings = _gathered(run, _differences(run))
     verdicts = _judge(run, findings)
     found = _report(run, step, findings, verdicts)
-    known = {dataclasses.replace(one, step=0) for one in run.history.corruptions if one.step == step}
     for one in found:
-        if dataclasses.replace(one, step=0) not in known:  # else from before a fault in the middle
+        if one not in run.history.corruptions:  # else from before a fault in the middle
             log.error("%s", one)
             run.history.corruptions.append(one)
     if run.integrity.action == "report":
@@ -217,6 +216,7 @@ def _by_bounds(run: SlotRun, findings: Sequence[Finding]) -> dict[Finding, Verdi
                 recipe.optimizer,
                 updates=run.history.num_updates,
                 init_std=line.init_std,
+                known=not run.history.resumed,
             )
             for side in (theirs, ours)
         ]

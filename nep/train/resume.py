@@ -302,6 +302,7 @@ def restore_small(reader: Reader, history: History, routing: RoutingState | None
             entry = dict(zip(_HISTORY, values, strict=True))
             entry |= {"sample_hash": entry["sample_hash"] % 2**64, "skipped": bool(entry["skipped"])}
             history.steps.append(Committed(**entry))
+        history.resumed = True
         history.num_updates = reader.manifest.contents.num_updates
         if keep_loads:
             history.counts_le.extend(tensors.get("history.counts_le", torch.empty(0)).unbind())

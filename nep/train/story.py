@@ -95,6 +95,7 @@ class Story:
                 counts_le=counts,
                 num_updates=value["num_updates"],
                 corruptions=[Corruption.from_json(one) for one in value["corruptions"]],
+                resumed=value["resumed_step"] > 0,
             ),
             generations=[(number, step, tuple(slots), why) for number, step, slots, why in value["generations"]],
             recoveries=[_recovery(one) for one in value["recoveries"]],
