@@ -1,4 +1,7 @@
-"""Failures on demand: `SLOT@STEP[:KIND[@PHASE]]` or `SLOT@STEP:flip[@PART]`. They are real: a kill is a SIGKILL that the process sends itself."""
+"""Failures on demand: `SLOT@STEP[:KIND[@PHASE]]`, or `SLOT@STEP:flip[@PART]`.
+
+They are real: a kill is a SIGKILL that the process sends itself, and a flip changes a bit of its state.
+"""
 
 from __future__ import annotations
 

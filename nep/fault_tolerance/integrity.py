@@ -1,4 +1,4 @@
-"""Whether copies of the same units still have the same bits: a sum per slot in the vote, and a seal to tell who changed.
+"""Whether copies of the same units still have the same bits: a sum per slot in the vote, and a seal to tell whose not.
 
 Summed over all slots, hashes of the owned minus those of the mirrored state are zero, and so are hashes of the
 parameters that slots hold minus those of their owners' rounded master weights. Each slot also seals its state: it
@@ -132,9 +132,12 @@ class Integrity:
             return
         start = time.perf_counter()
         hashers = self.hashers(run)
-        self._seal = run.state, StateHashes(
-            owned=_shard_hashes(hashers.owned, run.state.owned),
-            mirrored=_shard_hashes(hashers.mirrored, run.state.mirrored),
+        self._seal = (
+            run.state,
+            StateHashes(
+                owned=_shard_hashes(hashers.owned, run.state.owned),
+                mirrored=_shard_hashes(hashers.mirrored, run.state.mirrored),
+            ),
         )
         self.seconds += time.perf_counter() - start
 

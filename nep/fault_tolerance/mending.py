@@ -135,8 +135,10 @@ def _runs(kind: str, name: str, slot: int, columns: Sequence[Sequence[int]]) -> 
             kind=kind, name=name, lo=unit, hi=unit + 1, owner=owner, other=slot,
             owner_kept=owner_kept, other_kept=other_kept, like_mirror=bool(like),
         )  # fmt: skip
-        if found and found[-1].hi == unit and dataclasses.replace(new, lo=found[-1].lo) == dataclasses.replace(
-            found[-1], hi=new.hi
+        if (
+            found
+            and found[-1].hi == unit
+            and dataclasses.replace(new, lo=found[-1].lo) == dataclasses.replace(found[-1], hi=new.hi)
         ):
             found[-1] = dataclasses.replace(found[-1], hi=new.hi)
         else:
@@ -187,8 +189,7 @@ def _by_bounds(run: SlotRun, findings: Sequence[Finding]) -> dict[Finding, Verdi
     kinds = run.state.mirrored.kinds
     rooms = {
         kind: {
-            name: torch.zeros_like(tensor) if name in named else tensor.new_zeros(0)
-            for name, tensor in tensors.items()
+            name: torch.zeros_like(tensor) if name in named else tensor.new_zeros(0) for name, tensor in tensors.items()
         }
         for kind, tensors in kinds.items()
     }
@@ -203,7 +204,9 @@ def _by_bounds(run: SlotRun, findings: Sequence[Finding]) -> dict[Finding, Verdi
         line = recipe.lines[one.name]
         ours, theirs = (
             {
-                kind: torch.cat(Holding(plan.mirrors, run.slot, tensors).views(line.axis, [one.name], one.lo, one.hi) or [])
+                kind: torch.cat(
+                    Holding(plan.mirrors, run.slot, tensors).views(line.axis, [one.name], one.lo, one.hi) or []
+                )
                 for kind, tensors in side.items()
             }
             for side in (kinds, rooms)
@@ -221,7 +224,7 @@ def _by_bounds(run: SlotRun, findings: Sequence[Finding]) -> dict[Finding, Verdi
             for side in (theirs, ours)
         ]
         mine.append([index, by_bounds(*beyond)])
-    sides = {index: side for index, side in _gather_lists(run, mine)}
+    sides: dict[object, object] = dict(_gather_lists(run, mine))  # type: ignore[arg-type]
     return {
         one: Verdict(wrong=sides[index], why="its values cannot come of training")
         if sides.get(index)
@@ -367,5 +370,3 @@ def _gather_lists(run: SlotRun, mine: Sequence[Sequence[object]]) -> list[list[o
     longest = max(int(size) for size in sizes)
     blobs = all_gather_bytes(vote, text.ljust(longest), waiter, "findings")
     return [row for blob in blobs for row in json.loads(blob)]
-
-

@@ -5,9 +5,9 @@ is the sum of its units' hashes modulo 2^64. So whoever holds the same units has
 is zero over all slots.
 
 Within a unit, words of 32 bits are multiplied with odd random weights of 64 and added in blocks (multilinear hashing,
-see Lemire and Kaser, arXiv 1202.4961); the sums of blocks and units are mixed by the finalizer of splitmix64. Any one flipped
-bit changes a hash for certain, since an odd weight times a power of two is not zero; other differences are missed
-with a probability of 2^-32. It is no protection against an adversary.
+see Lemire and Kaser, arXiv 1202.4961); the sums of blocks and units are mixed by the finalizer of splitmix64. Any one
+flipped bit changes a hash for certain, since an odd weight times a power of two is not zero; other differences are
+missed with a probability of 2^-32. It is no protection against an adversary.
 """
 
 from __future__ import annotations
@@ -24,6 +24,7 @@ _BLOCK = 4096  # words that are added up before they are mixed
 _CHUNK = 1 << 16  # words at a time: twice that many bytes fit a cache, and one buffer serves them all
 _GOLDEN = 0x9E3779B97F4A7C15
 _FIRST, _SECOND = 0xBF58476D1CE4E5B9, 0x94D049BB133111EB
+
 
 class UnitHasher:
     """Hashes of what one slot has in one layout, unit by unit. Made once for a layout, used for tensors of any kind.
@@ -75,9 +76,7 @@ class UnitHasher:
             kind: what was digested (master, a moment, parameters).
         """
         if kind not in self._bases:
-            bases = [
-                self._units[line.axis] * _signed(_GOLDEN) + _key(kind, name) for name, line in self._lines.items()
-            ]
+            bases = [self._units[line.axis] * _signed(_GOLDEN) + _key(kind, name) for name, line in self._lines.items()]
             self._bases[kind] = _mix(torch.cat(bases))
         return _mix(digests + self._bases[kind])
 

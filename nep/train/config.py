@@ -91,7 +91,7 @@ class TrainConfig:
     backend: Literal["gloo", "nccl"] = "gloo"
     timeout_base_s: float = 30.0
     respawn: int = 1
-    state_check_every: int = 10
+    state_check_every: int = 20
     corruption_action: Action = "drain"
     validation_sequences: int = 16
     failures: tuple[Failure, ...] = ()

@@ -115,7 +115,7 @@ class Options:
     """Every time-out is derived from this; more than the longest time between two exchanges."""
     respawn: int = 1
     """How often each slot's process is started anew after it died; then the slot is left out until nep undrain."""
-    state_check_every: int = 10
+    state_check_every: int = 20
     """Compare all copies of the state in every so-many-th step; 0 for never."""
     corruption_action: Literal["drain", "resync", "report"] = "drain"
     """What to do about a slot whose memory is found wrong: mend and drain it, only mend, only say so."""

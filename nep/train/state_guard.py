@@ -54,9 +54,7 @@ class StateGuard:
         missing = sorted((step, slot) for step, slot in wanted if _nonce(step, slot) not in known)  # type: ignore[arg-type]
         if missing and (self._asking is None or not self._asking.is_alive()):
             members = run.current.members
-            self._asking = threading.Thread(
-                target=_post, args=(run, missing, members), name="drain-named", daemon=True
-            )
+            self._asking = threading.Thread(target=_post, args=(run, missing, members), name="drain-named", daemon=True)
             self._asking.start()
 
     def _log_cost(self) -> None:

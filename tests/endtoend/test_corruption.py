@@ -1,4 +1,4 @@
-"""A bit flips in a slot's memory while a job runs: the slot is named and leaves, and the numbers are those without it."""
+"""A bit flips in a slot's memory while a job runs: the slot is named and leaves, and the numbers stay the same."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ def test_the_slot_is_named_and_drained(small_job: SmallJob, tmp_path: Path, part
 
 def test_a_slot_dies_while_wrong_bits_are_looked_for(small_job: SmallJob, tmp_path: Path) -> None:
     """The check is repeated by the survivors."""
-    options = "--replicas 2 --state-check-every 1 --fail 2@3:flip@held --fail 1@3:kill@recover".split()
+    options = ["--replicas", "2", "--state-check-every", "1", "--fail", "2@3:flip@held", "--fail", "1@3:kill@recover"]
     outcome = small_job.run(4, *options, folder=tmp_path)
     assert outcome.result is not None
     print(outcome.result["corruptions"], reasons(outcome))

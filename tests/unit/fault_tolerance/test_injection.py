@@ -12,8 +12,8 @@ import torch.distributed as dist
 from hypothesis import given
 from hypothesis import strategies as st
 
-from nep.fault_tolerance.control_store import ControlStore, injected_key
 from nep.fault_tolerance.bit_flip import PARTS
+from nep.fault_tolerance.control_store import ControlStore, injected_key
 from nep.fault_tolerance.injection import KINDS, PHASES, Failure, InjectedError, Injector, fired
 
 
