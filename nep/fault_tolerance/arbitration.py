@@ -94,7 +94,7 @@ def of_parameters(finding: Finding, masters: Mapping[Finding, Verdict]) -> Verdi
         masters: findings about master weights with their verdicts.
 
     Returns:
-        None if the owner's master weights are the ones that were wrong.
+        None if the owner's master weights are the ones that were wrong: nobody knows what it had returned.
     """
     about = [verdict for one, verdict in masters.items() if one.meets(finding)]
     if any(verdict.wrong in ("owner", "both") for verdict in about):
