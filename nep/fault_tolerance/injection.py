@@ -5,9 +5,11 @@ They are real: a kill is a SIGKILL that the process sends itself, and a flip cha
 
 from __future__ import annotations
 
+import ctypes
 import os
 import re
 import signal
+import threading
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
@@ -15,8 +17,10 @@ from dataclasses import dataclass
 from nep.fault_tolerance.bit_flip import PARTS
 from nep.fault_tolerance.control_store import ControlStore, injected_key
 
-KINDS = ("kill", "stop", "exit0", "exception", "flip")
+KINDS = ("kill", "stop", "exit0", "exception", "gil", "busy", "slow", "flip")
 PHASES = ("forward", "dispatch", "backward", "sync", "mirror", "vote", "apply", "return", "recover", "checkpoint")
+SLOW_FACTOR, SLOW_STEPS = 3, 3  # so much longer, for so many steps
+_LONG_S = 1_000_000
 _PATTERN = re.compile(r"(?P<slot>\d+)@(?P<step>\d+)(:(?P<kind>[a-z0-9]+)(@(?P<phase>[a-z]+))?)?")
 
 
@@ -31,7 +35,10 @@ class Failure:
     Attributes:
         slot, step: where and in which step (counted from 1; for phase `recover` the step that is replayed, for
             `checkpoint` the one that is saved: a file of it is written and not yet reported).
-        kind: kill (SIGKILL), stop (SIGSTOP), exit0 (`os._exit(0)`) or exception.
+        kind: kill (SIGKILL), stop (SIGSTOP), exit0 (`os._exit(0)`), exception, gil (a call into C that keeps the
+            interpreter's lock: no thread of the process runs any more), busy (a loop that ends never; other threads
+            run) or slow (three times the computing time, in this step and the two after it; no failure),
+            or flip (of a bit of its state).
         phase: which part of the step, see PHASES; a flip is in backward.
         part: flip: a bit of what the slot has owned, mirrored or held; else empty.
     """
@@ -86,9 +93,11 @@ class Injector:
         self._store = store
         self._announce = announce
         self.on_flip: Callable[[Failure], str] = lambda failure: "there is nothing to flip"
+        self._slowness = Slowness()
 
     def at(self, phase: str, step: int) -> None:
         """Fail here if that was asked for."""
+        self._slowness.pause(step)
         for index, failure in self._mine:
             if (failure.phase, failure.step) != (phase, step):
                 continue
@@ -98,22 +107,71 @@ class Injector:
             self._announce(f"injected failure {failure}")
             if failure.kind == "flip":
                 self._announce(self.on_flip(failure))
+            elif failure.kind == "slow":
+                self._slowness.begin(step)
             else:
-                _fail(failure)
+                fail(failure)
 
 
-def _fail(failure: Failure) -> None:
+class Slowness:
+    """Makes a slot that works take longer. Whoever is not slow yet pays for one comparison."""
+
+    def __init__(self) -> None:
+        self._until = 0
+        self._used_s: dict[int, float] = {}  # thread -> processor time at its last pause
+
+    def begin(self, step: int) -> None:
+        """From here on, for SLOW_STEPS steps."""
+        self._until = step + SLOW_STEPS
+        self._used_s = {threading.get_ident(): time.thread_time()}
+
+    def pause(self, step: int) -> None:
+        """Sleep as long as makes what this thread has computed since the last pause take SLOW_FACTOR times as long."""
+        if step >= self._until:
+            return
+        thread = threading.get_ident()
+        time.sleep((SLOW_FACTOR - 1) * max(0.0, time.thread_time() - self._used_s.get(thread, time.thread_time())))
+        self._used_s[thread] = time.thread_time()
+
+
+def fail(failure: Failure) -> None:
+    """Fail now, in this thread. Returns only from a kind that hangs, and never in practice.
+
+    Raises:
+        InjectedError: the failure of kind `exception`.
+    """
     if failure.kind == "kill":
         os.kill(os.getpid(), signal.SIGKILL)
     elif failure.kind == "stop":
         os.kill(os.getpid(), signal.SIGSTOP)
     elif failure.kind == "exit0":
         os._exit(0)
+    elif failure.kind == "gil":
+        hold_interpreter_lock(_LONG_S)
+    elif failure.kind == "busy":
+        while True:
+            pass
     else:
         raise InjectedError(f"injected failure {failure}")
+
+
+def hold_interpreter_lock(seconds: int) -> None:
+    """Sleep in C without giving up the interpreter's lock, as a badly written extension does."""
+    libc = ctypes.PyDLL(None)  # unlike CDLL it keeps the lock
+    while seconds := libc.sleep(seconds):
+        pass  # a signal came
 
 
 def fired(failures: Sequence[Failure], store: ControlStore) -> dict[int, float]:
     """Index of each failure that has fired -> when (seconds since the epoch, the failed slot's clock)."""
     times = {index: store.get(injected_key(index)) for index in range(len(failures))}
     return {index: float(when) for index, when in times.items() if when is not None}
+
+
+def last_fired(failures: Sequence[Failure], store: ControlStore) -> dict[int, float]:
+    """Slot -> when the last of its failures has fired: it may have failed and come back before."""
+    times: dict[int, float] = {}
+    for index, when in fired(failures, store).items():
+        slot = failures[index].slot
+        times[slot] = max(when, times.get(slot, when))
+    return times

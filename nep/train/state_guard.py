@@ -10,6 +10,7 @@ from nep.fault_tolerance.control_store import corruption_key
 from nep.fault_tolerance.corruption import Corruption
 from nep.fault_tolerance.requests import Request
 from nep.fault_tolerance.runtime import SlotRun
+from nep.train.log import follow_generation
 
 if TYPE_CHECKING:
     from nep.train.trainer import Trainer
@@ -33,14 +34,19 @@ class StateGuard:
         self._logged = 0
 
     def before_step(self, step: int) -> None:
-        """Seal the state if it is a new one, pass on what was found, see to it that named slots leave. No waits."""
-        run = self._trainer.run_state
+        """All that is to be done before a step is run, or run again. No waits.
+
+        The step is put into the log's lines, a new state sealed, what was found passed on, and slots that were named
+        are asked to leave.
+        """
+        run, trainer = self._trainer.run_state, self._trainer
+        follow_generation(run.current.number, trainer.plan.replica_of(run.slot), run.slot, step)
         run.integrity.seal_for(run, step)
         found = run.history.corruptions
         if self._told is None:  # what came before is not news, on a slot that comes back
             self._told = sum(one.step < step for one in found)
         for one in found[self._told :]:
-            self._trainer.hooks.on_corruption(self._trainer, one)
+            trainer.hooks.on_corruption(trainer, one)
         self._told = len(found)
         self._ask(found)
         self._log_cost()
@@ -78,6 +84,9 @@ def _post(run: SlotRun, missing: list[tuple[int, int]], members: tuple[int, ...]
     try:
         store = run.connections.take()
         for step, slot in missing:
+            run.requests.read(store)
+            if any(request.nonce == _nonce(step, slot) for request in run.requests.known):
+                continue
             asks = int(store.compare_and_set(corruption_key(step, slot), "", str(run.slot)))
             if asks == run.slot or asks not in members:
                 run.requests.post(store, Request(kind="drain", slot=slot, nonce=_nonce(step, slot)))

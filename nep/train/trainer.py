@@ -20,7 +20,7 @@ from nep.fault_tolerance.bulletin import StepBoard, follow_requests
 from nep.fault_tolerance.commit import commit_step
 from nep.fault_tolerance.control_store import FIRST_GENERATION, ControlStore, decision_key
 from nep.fault_tolerance.ending import finish_together
-from nep.fault_tolerance.injection import fired
+from nep.fault_tolerance.injection import last_fired
 from nep.fault_tolerance.job import Job
 from nep.fault_tolerance.joining import NobodyLeft, first_decision, join_job
 from nep.fault_tolerance.membership import Drained, JobEnded, LeftOut
@@ -353,7 +353,6 @@ class Trainer:
             step = self.step + 1
             self._guard.before_step(step)
             self._checkpoints.before_step(step)
-            follow_generation(run.current.number, self.plan.replica_of(self.slot), self.slot, step)
             generation, probe = run.current, run.probe_at(step)
             reduction = Reduction(run.sync, generation.groups.transfer, generation.waiter, probe, self._overlap.collect)
             sums = forward_backward(
@@ -405,10 +404,7 @@ class Trainer:
             recovery, self._recovery = self._recovery, None
             recovery.resumed_at = time.time()
             # An injected failure is known to the moment; a supervisor's report comes a few milliseconds later.
-            injected: dict[int, float] = {}  # the last of each slot: it may have failed and come back before
-            for index, when in fired(self.config.failures, self.run_state.store).items():
-                slot = self.config.failures[index].slot
-                injected[slot] = max(when, injected.get(slot, when))
+            injected = last_fired(self.config.failures, self.run_state.store)
             for slot in set(recovery.failed_slots) & injected.keys():
                 if recovery.failed_at is not None:
                     recovery.failed_at = min(recovery.failed_at, injected[slot])
