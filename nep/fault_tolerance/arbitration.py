@@ -87,11 +87,12 @@ def by_evidence(finding: Finding, findings: Sequence[Finding]) -> Verdict | None
     return None
 
 
-def of_parameters(finding: Finding, masters: Mapping[Finding, Verdict]) -> Verdict | None:
+def of_parameters(finding: Finding, masters: Mapping[Finding, Verdict], findings: Sequence[Finding]) -> Verdict | None:
     """What is known of parameters that are not what the owner's master weights make.
 
     Args:
         masters: findings about master weights with their verdicts.
+        findings: of all slots.
 
     Returns:
         None if the owner's master weights are the ones that were wrong: nobody knows what it had returned.
@@ -101,6 +102,8 @@ def of_parameters(finding: Finding, masters: Mapping[Finding, Verdict]) -> Verdi
         return None
     if any(verdict.wrong is None for verdict in about):
         return Verdict(wrong=None, why="it differs from its owner, which differs from its mirror")
+    if any(one.kind == PARAMS and one.other != finding.other and one.meets(finding) for one in findings):
+        return Verdict(wrong=None, why="several holders differ from their owner, which may have sent it so")
     if finding.owner_kept == 1:
         return Verdict(wrong="other", why="the master weights are unchanged since they were returned")
     return Verdict(wrong=None, why="it differs from its owner, which has no seal yet")

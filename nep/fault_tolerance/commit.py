@@ -155,6 +155,7 @@ def adopt(run: SlotRun) -> None:
     assert run.next_state is not None
     run.progress = transaction.after_adopt(run.progress)
     run.state, run.next_state = run.next_state, None
+    run.integrity.break_seal()  # it holds the old state
     del run.sync  # with the old state, before there are new gradients
     run.sync = GradSync.build(run.state, run.recipe.lines, run.recipe.dtype)
 

@@ -177,7 +177,7 @@ def _judge(run: SlotRun, findings: Sequence[Finding]) -> dict[Finding, Verdict |
     if open_ones:
         verdicts |= _by_bounds(run, open_ones)
     masters = {one: verdict for one, verdict in verdicts.items() if one.kind == "master"}
-    params = {one: of_parameters(one, masters) for one in findings if one.kind == PARAMS}
+    params = {one: of_parameters(one, masters, findings) for one in findings if one.kind == PARAMS}
     return {**verdicts, **params}
 
 

@@ -48,15 +48,22 @@ def test_without_a_change_only_a_holder_tells(kept: int) -> None:
 
 def test_a_holder_is_wrong_unless_its_owner_is() -> None:
     sealed = dataclasses.replace(HELD, owner_kept=1)
-    assert of_parameters(sealed, {}) == Verdict(
+    assert of_parameters(sealed, {}, [sealed]) == Verdict(
         wrong="other", why="the master weights are unchanged since they were returned"
     )
     for wrong in ("owner", "both"):
-        assert of_parameters(sealed, {MASTER: Verdict(wrong=wrong, why="")}) is None  # type: ignore[arg-type]
-    mirror_wrong = of_parameters(sealed, {MASTER: Verdict(wrong="other", why="")})
+        assert of_parameters(sealed, {MASTER: Verdict(wrong=wrong, why="")}, [sealed]) is None  # type: ignore[arg-type]
+    mirror_wrong = of_parameters(sealed, {MASTER: Verdict(wrong="other", why="")}, [sealed])
     assert mirror_wrong is not None and mirror_wrong.wrong == "other"
-    for open_one in (of_parameters(HELD, {}), of_parameters(sealed, {MASTER: Verdict(wrong=None, why="")})):
+    another = dataclasses.replace(sealed, other=3)
+    for open_one in (
+        of_parameters(HELD, {}, [HELD]),
+        of_parameters(sealed, {MASTER: Verdict(wrong=None, why="")}, [sealed]),
+        of_parameters(sealed, {}, [sealed, another]),  # the owner may have sent what is wrong
+    ):
         assert open_one is not None and open_one.wrong is None
+    elsewhere = of_parameters(sealed, {}, [sealed, dataclasses.replace(another, lo=6, hi=7)])
+    assert elsewhere is not None and elsewhere.wrong == "other"
 
 
 CONFIGS = st.builds(
