@@ -14,6 +14,7 @@ from nep.distributed.waiting import Waiter
 from nep.fault_tolerance.connections import Connections
 from nep.fault_tolerance.control_store import ControlStore
 from nep.fault_tolerance.history import History
+from nep.fault_tolerance.integrity import Integrity
 from nep.fault_tolerance.job import Job
 from nep.fault_tolerance.requests import Requests
 from nep.fault_tolerance.transaction import Progress
@@ -89,6 +90,7 @@ class SlotRun:
         incarnations: which trainer of each slot is a member; the first where nothing is said.
         story: what returners are told beside tensors: how this slot tells it, and how it takes it.
         routing: what routing remembers of it; None: the model keeps nothing.
+        integrity: compares copies of the same units; it does not by default.
         parking: groups and operations of broken generations.
         stop_requested: whether somebody has told this slot to stop.
         stopping: some slot was told to, and the step that said so is committed: the job ends here.
@@ -114,6 +116,7 @@ class SlotRun:
     incarnations: dict[int, int] = field(default_factory=dict)
     story: tuple[Callable[[], bytes], Callable[[bytes], None]] = (bytes, lambda told: None)
     routing: RoutingState | None = None
+    integrity: Integrity = field(default_factory=Integrity)
     generation: Generation | None = None
     parking: ParkingLot = field(default_factory=ParkingLot)
     stop_requested: Callable[[], bool] = lambda: False

@@ -12,6 +12,7 @@ from typing import Literal
 import torch
 
 from nep.distributed.timeouts import Timeouts
+from nep.fault_tolerance.corruption import ACTIONS, Action
 from nep.fault_tolerance.injection import Failure
 from nep.fault_tolerance.job import Job
 from nep.moe.aux_losses import AuxLosses
@@ -57,6 +58,8 @@ class TrainConfig:
         backend: of the process groups: gloo on CPUs; nccl on GPUs, which docs/nccl.md is about.
         timeout_base_s: the one value that all time-outs are derived from.
         respawn: how often the process of each slot is started anew after it died.
+        state_check_every: compare copies of the state in every so-many-th vote; 0: never.
+        corruption_action: what is done about a slot whose memory is found wrong.
         validation_sequences: held-out sequences for the validation loss, at the beginning and at the end.
         failures: to inject, see `Failure`.
         on_alert: command or http(s) URL that is told when the job is degraded or unprotected, see `nep.train.alerts`.
@@ -89,6 +92,8 @@ class TrainConfig:
     backend: Literal["gloo", "nccl"] = "gloo"
     timeout_base_s: float = 30.0
     respawn: int = 1
+    state_check_every: int = 20
+    corruption_action: Action = "drain"
     validation_sequences: int = 16
     failures: tuple[Failure, ...] = ()
     on_alert: str | None = None
@@ -250,6 +255,10 @@ class TrainConfig:
             problems.append(f"validation_sequences ({self.validation_sequences}) must not be negative")
         if self.respawn < 0:
             problems.append(f"respawn ({self.respawn}) must not be negative; 0 starts no process anew")
+        if self.state_check_every < 0:
+            problems.append(f"state_check_every ({self.state_check_every}) must not be negative; 0 checks nothing")
+        if self.corruption_action not in ACTIONS:
+            problems.append(f"corruption_action ({self.corruption_action!r}) must be one of {', '.join(ACTIONS)}")
         if not 0 < self.timeout_base_s <= _LONGEST_BASE_S:
             problems.append(
                 f"timeout_base_s ({self.timeout_base_s}) must be a positive number of seconds, at most a day's "

@@ -19,6 +19,7 @@ import tyro
 from torch import nn
 
 from nep.checkpoint.weights import gather_parameters, save_parameters
+from nep.fault_tolerance.corruption import Corruption
 from nep.fault_tolerance.environment import job_from_environment
 from nep.fault_tolerance.history import Committed
 from nep.fault_tolerance.injection import Failure
@@ -40,7 +41,7 @@ from nep.train.config import TrainConfig
 from nep.train.data import TextSamples, load_text
 from nep.train.log import log_to_file
 from nep.train.outcome import outcome, write_json, write_loads
-from nep.train.resume import BAD_INPUT, CannotResume, check_resume, subject_of
+from nep.train.resume import BAD_INPUT, CannotResume, OtherData, check_resume, subject_of
 from nep.train.trainer import Hooks, Trainer
 
 BuildModel = Callable[[ModelShape, torch.dtype, str], nn.Module]
@@ -114,6 +115,10 @@ class Options:
     """Every time-out is derived from this; more than the longest time between two exchanges."""
     respawn: int = 1
     """How often each slot's process is started anew after it died; then the slot is left out until nep undrain."""
+    state_check_every: int = 20
+    """Compare all copies of the state in every so-many-th step; 0 for never."""
+    corruption_action: Literal["drain", "resync", "report"] = "drain"
+    """What to do about a slot whose memory is found wrong: mend and drain it, only mend, only say so."""
     validation_sequences: int = 16
     """Held-out sequences for the validation loss."""
     plan: Path | None = None
@@ -249,6 +254,8 @@ def _checked(options: Options, num_slots: int, local_slots: int) -> _Request:
         backend=options.backend,
         timeout_base_s=options.timeout_base_s,
         respawn=options.respawn,
+        state_check_every=options.state_check_every,
+        corruption_action=options.corruption_action,
         validation_sequences=options.validation_sequences,
         failures=tuple(Failure.parse(text) for text in options.fail),
         checkpoint_dir=options.checkpoint_dir,
@@ -334,7 +341,7 @@ def _train(build: BuildModel, request: _Request, job: Job, *, launched: bool = F
         code = trainer.run(job)
         return 0 if code == STOPPED and launched and trainer.was_stopped else code
     except CannotResume as error:
-        if job.slot == 0:
+        if job.slot == 0 or isinstance(error, OtherData):
             print(f"train: {error}", file=sys.stderr)
         return EXIT_BAD_INPUT
     finally:
@@ -350,7 +357,13 @@ class _View:
         self._last = time.perf_counter()
 
     def hooks(self) -> Hooks:
-        return Hooks(on_commit=self._commit, on_recovery=self._recovery, on_end=self._end, on_message=self._message)
+        return Hooks(
+            on_commit=self._commit,
+            on_recovery=self._recovery,
+            on_corruption=self._corruption,
+            on_end=self._end,
+            on_message=self._message,
+        )
 
     def close(self) -> None:
         self._progress.close()
@@ -369,6 +382,10 @@ class _View:
 
     def _message(self, trainer: Trainer, line: str) -> None:
         self._progress.message(line)
+
+    def _corruption(self, trainer: Trainer, corruption: Corruption) -> None:
+        if trainer.reports:
+            self._progress.message(str(corruption))
 
     def _recovery(self, trainer: Trainer, recovery: Recovery) -> None:
         if trainer.reports:
