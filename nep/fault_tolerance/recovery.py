@@ -70,7 +70,7 @@ def rendezvous(run: SlotRun, generation: int, waiter: Waiter) -> Rendezvous:
         generation=generation,
         slot=run.slot,
         store=connection.torch_store(run.recipe.timeouts.rebuild_s),
-        device=run.device,
+        transport=run.transport,
         waiter=waiter,
         group_timeout_s=run.recipe.timeouts.group_s,
         rebuild_timeout_s=run.recipe.timeouts.rebuild_s,
@@ -289,7 +289,7 @@ def _describe(recovery: Recovery, run: SlotRun, decision: Decision, members: tup
     if times:
         earliest = min(times)
         recovery.failed_at = earliest if recovery.failed_at is None else min(recovery.failed_at, earliest)
-    recovery.reason = decision.reason
+    recovery.reasons = (*recovery.reasons, decision.reason)
     members_text = ",".join(map(str, decision.members))
     log.warning("generation %d: slots %s, step %d is committed", decision.generation, members_text, decision.committed)
 
