@@ -80,10 +80,10 @@ def _summary(results: Sequence[Result]) -> str:
     verdicts = [verdict for verdict in verdicts if not verdict.not_played]
     good = sum(not verdict.wrong for verdict in verdicts)
     planned = sum(len(one.cases) for one in matrix())
-    if left:
-        text += f" {len(left)} could not be played: in the plan in force no such slots could be lost together."
     kept = [verdict for verdict in verdicts if not verdict.case.ends_job and verdict.answered_s is not None]
     text = f"**{good} of {len(verdicts)} cases played came out as promised** (the matrix has {planned})."
+    if left:
+        text += f" {len(left)} could not be played: in the plan in force no such slots could be lost together."
     for name, chosen in (
         ("Kills, exits and exceptions", [one for one in kept if not one.case.is_hang]),
         ("Hangs", [one for one in kept if one.case.is_hang]),
