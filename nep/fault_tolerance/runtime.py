@@ -4,12 +4,12 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass, field
-from typing import Any
 
 import torch
 
 from nep.distributed.groups import Groups, ParkingLot
 from nep.distributed.timeouts import Timeouts
+from nep.distributed.transports.base import Transport
 from nep.distributed.waiting import Waiter
 from nep.fault_tolerance.connections import Connections
 from nep.fault_tolerance.control_store import ControlStore
@@ -75,7 +75,7 @@ class SlotRun:
 
     Attributes:
         store: the main thread's connection to the control store; `connections` has more.
-        device: where this process listens, see `nep.distributed.groups.create_device`.
+        transport: makes the channels of communicators; also says where tensors are.
         progress: the local variables of the protocol; changed only by the rules in
             `nep.fault_tolerance.transaction`.
         state: tensors under the committed layout, the one that `progress.layout` names.
@@ -100,7 +100,7 @@ class SlotRun:
     job: Job
     store: ControlStore
     connections: Connections
-    device: Any
+    transport: Transport
     recipe: Recipe
     probe: Callable[[str, int], None]
     cluster: Cluster

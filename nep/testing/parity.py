@@ -171,7 +171,7 @@ class Training:
             job=nothing,
             store=nothing,
             connections=nothing,
-            device=None,
+            transport=nothing,
             recipe=Recipe(
                 lines=lines,
                 dtype=config.torch_dtype,

@@ -110,7 +110,7 @@ class Options:
     moe_backend: str = "auto"
     """Kernels of the experts: auto, grouped_mm (float32, bfloat16) or loop (any dtype)."""
     backend: Literal["gloo", "nccl"] = "gloo"
-    """Of the process groups: gloo trains on the CPU; nccl is refused until recovery works on CUDA."""
+    """Of the process groups: gloo trains on the CPU, nccl on GPUs (not yet tried on any, see docs/nccl.md)."""
     timeout_base_s: float = 30.0
     """Every time-out is derived from this; more than the longest time between two exchanges."""
     respawn: int = 1
@@ -183,7 +183,7 @@ def main(build: BuildModel, arguments: Sequence[str] | None = None) -> int:
             if not options.dry_run or options.dry_run_slots < 1:
                 raise ValueError(f"dry_run_slots ({options.dry_run_slots}) must be at least 1, and needs --dry-run")
             num_slots = options.dry_run_slots
-        request = _checked(options, num_slots)
+        request = _checked(options, num_slots, spec.slots_per_node if spec else 1)
         plan = request.config.plan
         if plan is not None and (spec is None or spec.slot == 0):
             print(f"plan {plan.number} from {options.plan}, digest {plan.digest}", flush=True)
@@ -211,7 +211,7 @@ def _options_in_silence(arguments: Sequence[str] | None) -> Options:
         raise
 
 
-def _checked(options: Options, num_slots: int) -> _Request:
+def _checked(options: Options, num_slots: int, local_slots: int) -> _Request:
     """Everything that can be wrong is found here, before any process is started."""
     shape = preset(options.model)
     if options.router_bias_rate > 0:
@@ -271,7 +271,7 @@ def _checked(options: Options, num_slots: int) -> _Request:
         plan=plan,
         plan_changes=_plan_changes(options.change_plan),
     )
-    config.check(shape, num_slots)
+    config.check(shape, num_slots, local_slots)
     data = load_text(options.data).samples(seq_len=config.seq_len, seed=config.seed)
     if data.vocab_size > shape.vocab_size:
         raise ValueError(

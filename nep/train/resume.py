@@ -23,6 +23,7 @@ from nep.fault_tolerance.job import Job
 from nep.fault_tolerance.membership import dead_members
 from nep.fault_tolerance.runtime import SlotRun
 from nep.moe.routing_state import RoutingState
+from nep.parallel.holding import CPU
 from nep.parallel.state import SlotState
 from nep.planning.layout import Lines
 from nep.planning.plan import Plan
@@ -44,6 +45,7 @@ _HISTORY = {
     "grad_norm": torch.float64,
     "skipped": torch.int64,
 }
+_ROUTING = ("routing.bias_le", "routing.counts_le")
 
 
 class CannotResume(ValueError):
@@ -240,13 +242,13 @@ class Resumption:
         """Before the first step."""
         return list(self.manifest.contents.validation_losses)
 
-    def state(self, plan: Plan, slot: int, lines: Lines, dtype: torch.dtype) -> SlotState:
+    def state(self, plan: Plan, slot: int, lines: Lines, dtype: torch.dtype, device: torch.device = CPU) -> SlotState:
         """What a slot keeps under a plan, whatever the plan of the checkpoint was.
 
         Raises:
             BadCheckpoint: it cannot be read.
         """
-        return load_state(Reader(self.folder, self.manifest, lines), plan, slot, lines, dtype)
+        return load_state(Reader(self.folder, self.manifest, lines), plan, slot, lines, dtype, device)
 
     def restore(self, run: SlotRun) -> None:
         """Progress, history and routing of a run that is otherwise before its first step.
@@ -277,7 +279,7 @@ def small_tensors(history: History, routing: RoutingState | None) -> Callable[[]
     steps, counts = list(history.steps), list(history.counts_le)
     now: dict[str, torch.Tensor] = {}
     if routing is not None:
-        now = {"routing.bias_le": routing.bias_le.clone(), "routing.counts_le": routing.counts_le.clone()}
+        now = {name: getattr(routing, name.partition(".")[2]).to("cpu", copy=True) for name in _ROUTING}
 
     def make() -> dict[str, torch.Tensor]:
         found = {
@@ -309,8 +311,8 @@ def restore_small(reader: Reader, history: History, routing: RoutingState | None
             if len(history.counts_le) < len(history.steps):
                 log.warning("the loads of earlier steps are not in the checkpoint")
         if routing is not None:
-            routing.bias_le.copy_(tensors["routing.bias_le"])
-            routing.counts_le.copy_(tensors["routing.counts_le"])
+            for name in _ROUTING:
+                getattr(routing, name.partition(".")[2]).copy_(tensors[name])
     except KeyError as error:
         raise BadCheckpoint(f"{reader.folder}: small tensor {error} is missing") from error
 

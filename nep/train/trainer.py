@@ -220,7 +220,7 @@ class Trainer:
         assert written.plan is not None
         plan = Plan.from_json(written.plan)
         if start is not None:
-            state = start.state(plan, job.slot, lines, self.config.torch_dtype)
+            state = start.state(plan, job.slot, lines, self.config.torch_dtype, self.config.device_of(job.local_index))
         else:
             state = SlotState.initial(
                 plan,
@@ -229,6 +229,7 @@ class Trainer:
                 self.config.torch_dtype,
                 lambda name, lo, hi: initial_units(self.config.seed, name, lines[name], lo, hi),
                 self.config.optimizer.moments,
+                self.config.device_of(job.local_index),
             )
         progress = Progress(slot=job.slot, layout=plan.number, layout_digest=plan.digest)
         self._prepare(job, store, lines, state, progress)
@@ -248,8 +249,8 @@ class Trainer:
         require_same_data(store, job.slot, self.data.digest)
         first = first_decision(store, Timeouts(base_s=config.timeout_base_s).start_s)
         assert first.plan is not None
-        moments = config.optimizer.moments
-        state = SlotState.nothing(Plan.from_json(first.plan), job.slot, lines, config.torch_dtype, moments)
+        moments, device = config.optimizer.moments, config.device_of(job.local_index)
+        state = SlotState.nothing(Plan.from_json(first.plan), job.slot, lines, config.torch_dtype, moments, device)
         self._prepare(job, store, lines, state, Progress(slot=job.slot, layout=NO_LAYOUT, layout_digest=""))
         run = self.run_state
         log.info("trainer %d of this slot is ready and waits to be a member", job.incarnation)
@@ -257,7 +258,8 @@ class Trainer:
         # All that are in effect: with fewer in its votes, the others would fall back to what was asked before.
         run.requests.read(store)
         assert decision.origin is not None
-        run.state = SlotState.nothing(Plan.from_json(decision.origin), job.slot, lines, config.torch_dtype, moments)
+        origin = Plan.from_json(decision.origin)
+        run.state = SlotState.nothing(origin, job.slot, lines, config.torch_dtype, moments, device)
         run.progress = transaction.join(job.slot, decision)
         return decision
 
