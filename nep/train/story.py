@@ -54,7 +54,7 @@ class Story:
     first_plan: str = ""
 
     def to_bytes(self) -> bytes:
-        """Length of the JSON, the JSON, the steps, the counts. Floats are exact: Python writes them so that they read back."""
+        """Length of the JSON, the JSON, the steps, the counts. Floats are exact, also in JSON: they read back."""
         counts = self.history.counts_le
         text = json.dumps(
             {
