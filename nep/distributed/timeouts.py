@@ -54,3 +54,18 @@ class Timeouts:
     def store_s(self) -> float:
         """One request to the control store."""
         return max(5.0, 2 * self.base_s)
+
+    @property
+    def partition_s(self) -> float:
+        """How long a recovery waits for a control store that cannot be reached. Steps do not need it."""
+        return 20 * self.base_s
+
+    @property
+    def lease_s(self) -> float:
+        """The term of a supervisor's lease. A slot whose lease has expired twice in a row is confirmed dead."""
+        return self.base_s / 2
+
+    @property
+    def renew_s(self) -> float:
+        """Between two renewals of a lease: a term sees several, so one that comes late costs nothing."""
+        return self.lease_s / 5

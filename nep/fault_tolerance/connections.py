@@ -31,7 +31,11 @@ class Connections:
     def take(self) -> ControlStore:
         """A connection that nobody else uses; opened now if none is idle."""
         try:
-            return self._idle.popleft()
+            while True:
+                connection = self._idle.popleft()
+                # Idle ones fail with the others when the network does. One round trip: nobody waits for a name.
+                if connection.works():
+                    return connection
         except IndexError:
             with self._lock:
                 return self._store.clone()

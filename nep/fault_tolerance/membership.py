@@ -9,6 +9,7 @@ from typing import Any
 
 from nep.distributed.timeouts import Timeouts
 from nep.fault_tolerance.control_store import ControlStore, decision_key, end_key, exit_key, fence_key, record_key
+from nep.fault_tolerance.leases import LeaseWatch
 from nep.fault_tolerance.requests import incarnation_of
 from nep.fault_tolerance.transaction import Decision, Progress
 from nep.fault_tolerance.unsupervised import report_unsupervised
@@ -85,6 +86,7 @@ def agree(
     fence_at = time.monotonic() + timeouts.wait_s
     look_at = time.monotonic() + _LOOK_S
     ready_since: float | None = None
+    leases, looked_at = LeaseWatch(store, timeouts.lease_s), time.monotonic()
     while True:
         text = store.get(decision_key(generation))
         if text is not None:
@@ -93,11 +95,15 @@ def agree(
         if ended is not None:
             raise JobEnded(int(ended))
         now = time.monotonic()
+        if now - looked_at > timeouts.wait_s / 4:
+            # The store was out of reach, for the others too, or this process was stopped.
+            deadline, fence_at = deadline + now - looked_at, fence_at + now - looked_at
+        looked_at = now
         posted = [slot for slot in members if store.exists(record_key(generation, slot))]
         dead = dead_members(store, members, incarnations)
         silent = [slot for slot in members if slot not in posted and slot not in dead]
         if silent and now > look_at:
-            report_unsupervised(store, silent, incarnations)
+            report_unsupervised(store, silent, incarnations, leases)
             look_at = now + _LOOK_S
         live = [slot for slot in posted if slot not in dead]
         if not silent:

@@ -93,10 +93,12 @@ def recover(run: SlotRun, fault: Fault, number: int, members: tuple[int, ...], r
     while True:
         recovery.attempts += 1
         log.warning("generation %d is broken: %s", number, fault)
-        stands = run.store.raise_fault(number, fault_reason(fault.kind, run.slot, fault.detail))
-        recovery.planned = recovery.planned and stands.get("reason") == PLANNED
-        _park(run)
-        decision = _agree(run, number, members)
+        # Steps go on without the control store; a recovery cannot, and waits for it.
+        with run.store.patience(0.0 if run.stop_requested() else run.recipe.timeouts.partition_s):
+            stands = run.store.raise_fault(number, fault_reason(fault.kind, run.slot, fault.detail))
+            recovery.planned = recovery.planned and stands.get("reason") == PLANNED
+            _park(run)
+            decision = _agree(run, number, members)
         recovery.agreed_at = time.time()
         _describe(recovery, run, decision, members)
         try:

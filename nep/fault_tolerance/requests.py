@@ -30,7 +30,8 @@ class Request:
     Attributes:
         kind: drain (the slot shall leave), undrain (it may come back) or join (a trainer has come up and waits).
         slot: which one.
-        incarnation: join: which trainer of the slot; else 0.
+        incarnation: join: which trainer of the slot. drain: the one that shall leave, since its node does; 0: the slot
+            shall stay away until it is undrained.
         time: when, seconds since the epoch.
         nonce: tells equal requests apart, so that each has a number of its own.
     """
@@ -99,13 +100,16 @@ class Requests:
 
 
 def drained(requests: Iterable[Request]) -> frozenset[int]:
-    """Slots that shall not train, after these requests."""
-    found: set[int] = set()
+    """Slots that shall not train, after these requests.
+
+    One of which a certain trainer was to leave is not away any more when a later one has come.
+    """
+    found: dict[int, int] = {}
     for request in requests:
         if request.kind == "drain":
-            found.add(request.slot)
-        elif request.kind == "undrain":
-            found.discard(request.slot)
+            found[request.slot] = request.incarnation if found.get(request.slot, 1) else 0
+        elif request.kind == "undrain" or request.incarnation > found.get(request.slot, 0) > 0:
+            found.pop(request.slot, None)
     return frozenset(found)
 
 
