@@ -91,6 +91,12 @@ class JobSpec:
             raise ValueError(f"spares ({self.spares}) must be in [0, num_slots ({self.num_slots})); one must train")
 
     @property
+    def first_generation(self) -> int:
+        """The one that this slot's first trainer is in; 0 if it waits for a decision that names it."""
+        waits = self.joins or self.slot >= self.num_slots - self.spares
+        return FIRST_GENERATION - 1 if waits else FIRST_GENERATION
+
+    @property
     def prefix(self) -> str:
         """Put before every key. Each attempt has its own: the agent keeps the keys of the earlier ones."""
         return f"nep/{self.run_id}/attempt{self.attempt}/"
@@ -170,6 +176,7 @@ def publish_job(spec: JobSpec, store: ControlStore, store_address: str) -> dict[
         "num_slots": spec.num_slots,
         "slots_per_node": spec.slots_per_node,
         "spares": spec.spares,
+        "timeout_base_s": spec.timeout_base_s,
         "command": list(spec.command),
         "folder": os.getcwd(),
         "settings": dict(spec.settings),

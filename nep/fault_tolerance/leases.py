@@ -30,6 +30,9 @@ class LeaseWatch:
         store: the caller's connection.
         lease_s: a term.
         clock: seconds that only ever grow.
+
+    Attributes:
+        renewed: slots whose lease was renewed since they were first asked about.
     """
 
     def __init__(self, store: ControlStore, lease_s: float, clock: Callable[[], float] = time.monotonic):
@@ -37,6 +40,7 @@ class LeaseWatch:
         self._lease_s = lease_s
         self._clock = clock
         self._seen: dict[int, _Seen] = {}
+        self.renewed: set[int] = set()
 
     def expired(self, slots: Iterable[int]) -> set[int]:
         """Those whose lease has expired twice since they were first asked about. One that never had any has not."""
@@ -48,6 +52,8 @@ class LeaseWatch:
             now = self._clock()
             seen = self._seen.get(slot)
             if seen is None or seen.value != value:
+                if seen is not None:
+                    self.renewed.add(slot)
                 self._seen[slot] = _Seen(value, now)
                 continue
             if now - seen.since_s >= self._lease_s:

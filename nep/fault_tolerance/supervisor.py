@@ -48,6 +48,7 @@ from nep.fault_tolerance.job import (
 )
 from nep.fault_tolerance.requests import Request, Requests, drained, incarnation_of
 from nep.fault_tolerance.supervisor_link import StoreLink, SupervisorTimeouts
+from nep.fault_tolerance.takeover import take_over
 
 STORE_LOST = "it did not finish after the control store was lost"
 
@@ -73,10 +74,12 @@ def supervise(trainer: Trainer, *, spec: JobSpec) -> int:
 
     Raises:
         RuntimeError: this process has more than one thread, or the platform is not Linux.
-        ValueError: `spec` has no store address.
+        ValueError: `spec` has no store address, or joins a job that it does not fit.
     """
     if spec.store_address is None:
         raise ValueError("spec.store_address (None) is needed to supervise; without a launcher use run_alone")
+    if spec.joins:
+        spec = dataclasses.replace(spec, incarnation=take_over(spec))
     spec.run_dir.mkdir(parents=True, exist_ok=True)
     launcher_pid = os.getppid()
     processes.become_subreaper()
@@ -85,7 +88,7 @@ def supervise(trainer: Trainer, *, spec: JobSpec) -> int:
     inherited_mask = signal.pthread_sigmask(signal.SIG_BLOCK, _WATCHED)
     timeouts = SupervisorTimeouts.from_base(spec.timeout_base_s)
     try:
-        cell, address = GenerationCell(), spec.store_address
+        cell, address = GenerationCell(spec.first_generation), spec.store_address
 
         def start(incarnation: int) -> int:
             job = Job.from_spec(dataclasses.replace(spec, incarnation=incarnation), cell, address)
@@ -160,7 +163,7 @@ class _Supervisor:
         self._kill_at_s: float | None = None
         self._kill_reason = ""
         self._flagged: set[int] = set()  # generations whose fault flag this supervisor has raised
-        self._members: tuple[int, ...] = tuple(range(spec.num_slots))  # of the newest decision
+        self._members: tuple[int, ...] = tuple(range(spec.num_slots - spec.spares))  # of the newest decision
         self._incarnations: dict[int, int] = {}  # which trainer of each member
         self._decision = cell.get()  # its generation
 

@@ -52,6 +52,7 @@ class TrainConfig:
         backend: of the process groups; gloo (CPU) only so far.
         timeout_base_s: the one value that all time-outs are derived from.
         respawn: how often the process of each slot is started anew after it died.
+        spares: so many slots, the last ones, hold nothing until one of the others is lost.
         validation_sequences: held-out sequences for the validation loss, at the beginning and at the end.
         failures: to inject, see `Failure`.
         run_dir: folder for logs and job.json.
@@ -81,6 +82,7 @@ class TrainConfig:
     backend: Literal["gloo", "nccl"] = "gloo"
     timeout_base_s: float = 30.0
     respawn: int = 1
+    spares: int = 0
     validation_sequences: int = 16
     failures: tuple[Failure, ...] = ()
     run_dir: Path = Path("runs")
@@ -155,6 +157,12 @@ class TrainConfig:
         Raises:
             ValueError: one sentence per problem, with its remedy.
         """
+        all_slots, num_slots = num_slots, num_slots - self.spares
+        if not 0 <= self.spares < all_slots:
+            raise ValueError(
+                f"spares ({self.spares}) must be at least 0 and leave one of {all_slots} slots to train; lower "
+                "--spares or start more processes"
+            )
         problems = self._size_problems(shape, num_slots)
         try:
             self.moe_backend_for(shape)
@@ -169,9 +177,9 @@ class TrainConfig:
             )
         problems += self._plan_problems(shape, num_slots) + self._checkpoint_problems()
         for failure in self.failures:
-            if failure.slot >= num_slots:
+            if failure.slot >= all_slots:
                 problems.append(
-                    f"--fail {failure}: slot {failure.slot} does not exist, this job has slots 0 to {num_slots - 1}"
+                    f"--fail {failure}: slot {failure.slot} does not exist, this job has slots 0 to {all_slots - 1}"
                 )
             if not 1 <= failure.step <= self.steps:
                 problems.append(f"--fail {failure}: step {failure.step} is not one of 1 to {self.steps}")

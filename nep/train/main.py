@@ -19,6 +19,7 @@ import tyro
 from torch import nn
 
 from nep.checkpoint.weights import gather_parameters, save_parameters
+from nep.fault_tolerance import environment
 from nep.fault_tolerance.environment import job_from_environment
 from nep.fault_tolerance.history import Committed
 from nep.fault_tolerance.injection import Failure
@@ -35,6 +36,7 @@ from nep.report.layouts import layout_picture
 from nep.report.readers.plan_file import read_plan
 from nep.report.summary import summary
 from nep.report.terminal import ProgressLine, print_text, terminal_width
+from nep.train.agreement import agreed_settings
 from nep.train.checkpoints import STOPPED
 from nep.train.config import TrainConfig
 from nep.train.data import TextSamples, load_text
@@ -114,6 +116,8 @@ class Options:
     """Every time-out is derived from this; more than the longest time between two exchanges."""
     respawn: int = 1
     """How often each slot's process is started anew after it died; then the slot is left out until nep undrain."""
+    spares: int = 0
+    """Keep the last N processes in reserve; a slot that is lost is replaced by one of them."""
     validation_sequences: int = 16
     """Held-out sequences for the validation loss."""
     plan: Path | None = None
@@ -161,7 +165,7 @@ def main(build: BuildModel, arguments: Sequence[str] | None = None) -> int:
     Returns:
         Exit code: 0 done, 2 bad input, 3 a checkpoint is needed and none exists, 4 stopped with a checkpoint.
     """
-    speaks = os.environ.get("RANK", "0") == "0"  # all processes find the same mistake; one says so
+    speaks = environment.speaks()  # all processes find the same mistake; one says so
     options = tyro.cli(Options, args=arguments) if speaks else _options_in_silence(arguments)
     run_dir = options.run_dir
     try:
@@ -185,7 +189,14 @@ def main(build: BuildModel, arguments: Sequence[str] | None = None) -> int:
         else:
             time.sleep(_WORD_S)
         return EXIT_BAD_INPUT
-    return _start(build, request, spec, run_dir)
+    command = (os.path.abspath(sys.argv[0]), *(sys.argv[1:] if arguments is None else arguments))
+    try:
+        return _start(build, request, spec, run_dir, command)
+    except (ValueError, RuntimeError) as error:
+        if spec is None or not spec.joins:
+            raise
+        print(f"train: {error}", file=sys.stderr)  # the slot cannot be brought back, or not so
+        return EXIT_BAD_INPUT if isinstance(error, ValueError) else 1
 
 
 def _options_in_silence(arguments: Sequence[str] | None) -> Options:
@@ -208,7 +219,7 @@ def _checked(options: Options, num_slots: int) -> _Request:
     degrees = None if options.degrees is None else Degrees.parse(options.degrees)
     replicas, tp = options.replicas, options.tp
     if degrees is not None:
-        replicas, tp = max(1, num_slots // degrees.replica_slots), degrees.tp
+        replicas, tp = max(1, (num_slots - options.spares) // degrees.replica_slots), degrees.tp
     elif plan is not None:
         replicas, tp = len(plan.replicas), max(len(lane.slots) for lane in plan.lanes)
     config = TrainConfig(
@@ -242,6 +253,7 @@ def _checked(options: Options, num_slots: int) -> _Request:
         backend=options.backend,
         timeout_base_s=options.timeout_base_s,
         respawn=options.respawn,
+        spares=options.spares,
         validation_sequences=options.validation_sequences,
         failures=tuple(Failure.parse(text) for text in options.fail),
         checkpoint_dir=options.checkpoint_dir,
@@ -280,20 +292,21 @@ def _plan_changes(texts: Sequence[str]) -> dict[int, Plan]:
 def _dry_run_text(request: _Request, num_slots: int) -> str:
     shape, config = request.shape, request.config
     lines = parameter_lines(shape)
-    plan = config.first_plan(Cluster.uniform(num_slots, num_slots), lines)
+    training = num_slots - config.spares
+    plan = config.first_plan(Cluster.uniform(training, training), lines)
     held = max(
         sum(plan.holders.num_units(line.axis, slot) * line.unit_numel for line in lines.values()) for slot in plan.slots
     )
     return "\n".join(
         (
             f"{shape.name}: {shape.num_parameters:,} parameters, {shape.num_active_parameters:,} active per token",
-            f"{num_slots} slots, {config.replicas} replicas; the fullest slot holds {held:,} parameters",
+            f"{training} slots, {config.replicas} replicas; the fullest slot holds {held:,} parameters",
             layout_picture(plan, lines, terminal_width()),
         )
     )
 
 
-def _start(build: BuildModel, request: _Request, spec: JobSpec | None, run_dir: Path) -> int:
+def _start(build: BuildModel, request: _Request, spec: JobSpec | None, run_dir: Path, command: tuple[str, ...]) -> int:
     """Train here, or under a supervisor when a launcher started several."""
     if spec is None:
         run_id = time.strftime("%Y%m%d-%H%M%S") + f"-{os.getpid()}"
@@ -307,7 +320,14 @@ def _start(build: BuildModel, request: _Request, spec: JobSpec | None, run_dir: 
             timeout_base_s=request.config.timeout_base_s,
         )
         return run_alone(lambda job: _train(build, request, job), spec=alone)
-    spec = dataclasses.replace(spec, run_dir=run_dir / spec.run_id, respawn=request.config.respawn)
+    spec = dataclasses.replace(
+        spec,
+        run_dir=run_dir / spec.run_id,
+        respawn=request.config.respawn,
+        spares=request.config.spares,
+        command=command,
+        settings=agreed_settings(request.config, request.shape, request.data),
+    )
     return supervise(lambda job: _train(build, request, job, launched=True), spec=spec)
 
 

@@ -20,6 +20,12 @@ from nep.planning.layout import Lines
 from nep.train.config import TrainConfig
 
 
+def cluster_of(job: Job, spares: int) -> Cluster:
+    """The job's slots at its beginning; the last ones are in reserve."""
+    everybody = range(job.num_slots)
+    return Cluster.uniform(job.num_slots, job.slots_per_node).with_health(everybody[job.num_slots - spares :], "spare")
+
+
 def make_run(
     config: TrainConfig,
     job: Job,
@@ -50,6 +56,7 @@ def make_run(
         router_bias_rate=config.router_bias_rate,
         num_replicas=config.replicas,
         lane_slots=config.tp,
+        num_members=job.num_slots - config.spares,
     )
     sync = GradSync(state=state, grads={}, buckets=())  # of who comes back; it gets one with its first layout
     if progress.layout != NO_LAYOUT:
@@ -62,7 +69,7 @@ def make_run(
         device=create_device(job.listen_on),
         recipe=recipe,
         probe=Injector(config.failures, job.slot, store, announce).at,
-        cluster=Cluster.uniform(job.num_slots, job.slots_per_node).with_speeds(speeds),
+        cluster=cluster_of(job, config.spares).with_speeds(speeds),
         progress=progress,
         state=state,
         sync=sync,

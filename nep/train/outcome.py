@@ -43,6 +43,7 @@ def outcome(trainer: Trainer, model_name: str) -> dict[str, Any]:
         "recovery_s": [recovery.total_s for recovery in trainer.recoveries],
         "recovery_phases_s": [recovery.phases_s() for recovery in trainer.recoveries],
         "full_size_s": trainer.full_size_s,
+        "unprotected_s": trainer.protection.all_windows_s(),
         "live_slots": list(trainer.members),
         "resumed_step": trainer.resumed_step,
         "data_digest": trainer.data.digest,

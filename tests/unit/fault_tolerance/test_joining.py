@@ -60,7 +60,7 @@ def job(opened: list[ControlStore], request: pytest.FixtureRequest) -> Iterator[
     store, mine = (connection.at_prefix(f"{request.node.name}/") for connection in opened)
     store.set(decision_key(1), decision(1, (0, 1, 2), {}).to_json())
     with ThreadPoolExecutor(1) as pool:
-        yield Job(store, pool.submit(lambda: join_job(mine, 2, 2, Requests(), first_decision(mine, LIMIT_S))))
+        yield Job(store, pool.submit(lambda: join_job(mine, 2, 2, Requests(), first_decision(mine, LIMIT_S), 3)))
 
 
 def test_it_waits_for_a_decision_that_names_its_incarnation(job: Job) -> None:
