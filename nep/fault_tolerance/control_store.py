@@ -117,6 +117,11 @@ def supervisor_key(slot: int) -> str:
     return f"supervisor/{slot}"
 
 
+def lost_launcher_key(node: int) -> str:
+    """Present: the launcher that started the supervisors of `node` has died, as one of them saw."""
+    return f"launcher/{node}"
+
+
 def lease_key(slot: int) -> str:
     """Another value every few moments while the supervisor of `slot` lives; see `nep.fault_tolerance.leases`."""
     return f"lease/{slot}"

@@ -46,6 +46,7 @@ from nep.fault_tolerance.job import (
     publish_job,
     slot_log_path,
 )
+from nep.fault_tolerance.lost_launchers import answer_for_lost_agents, report_lost_launcher
 from nep.fault_tolerance.requests import Request, Requests, drained, incarnation_of
 from nep.fault_tolerance.supervisor_link import StoreLink, SupervisorTimeouts
 from nep.fault_tolerance.takeover import take_over
@@ -168,6 +169,12 @@ class _Supervisor:
         self._decision = cell.get()  # its generation
 
     def run(self) -> int:
+        code = self._run()
+        if self._end_code() is not None:
+            self._link.ask(lambda s: answer_for_lost_agents(s, self._spec), [])
+        return code
+
+    def _run(self) -> int:
         self._link.connect()
         while True:
             exit_code = self._wait_for_trainer()
@@ -246,6 +253,7 @@ class _Supervisor:
             self._told = True
             self._say("the launcher has died, and the job goes on without this node: its slots hand over and leave")
             mine = Request(kind="drain", slot=self._spec.slot, incarnation=self._incarnation)
+            link.ask(lambda s: report_lost_launcher(s, self._spec), None)
             link.ask(lambda s: self._requests.post(s, mine), 0)
             self._kill_at_s, self._kill_reason = now_s + times.drain_s, "it did not leave after its launcher had died"
 
