@@ -28,7 +28,7 @@ from datetime import timedelta
 
 import torch.distributed as dist
 
-from nep.distributed.timeouts import Timeouts
+from nep.distributed.timeouts import SupervisorTimeouts, Timeouts
 from nep.fault_tolerance import processes
 from nep.fault_tolerance.control_store import (
     FIRST_GENERATION,
@@ -48,7 +48,7 @@ from nep.fault_tolerance.job import (
 )
 from nep.fault_tolerance.lost_launchers import answer_for_lost_agents, report_lost_launcher
 from nep.fault_tolerance.requests import Request, Requests, drained, incarnation_of
-from nep.fault_tolerance.supervisor_link import StoreLink, SupervisorTimeouts
+from nep.fault_tolerance.supervisor_link import StoreLink
 from nep.fault_tolerance.takeover import take_over
 
 STORE_LOST = "it did not finish after the control store was lost"
@@ -56,7 +56,7 @@ STORE_LOST = "it did not finish after the control store was lost"
 # Exit codes with which a trainer leaves a job that has ended: done; no checkpoint; stopped with a checkpoint.
 FINAL_CODES = (0, 3, 4)
 _STOP_SIGNALS = (signal.SIGTERM, signal.SIGINT, signal.SIGHUP, signal.SIGQUIT)  # those torchrun passes on
-_WATCHED = (signal.SIGCHLD, *_STOP_SIGNALS)
+_WATCHED = (signal.SIGCHLD, processes.NOTICE, *_STOP_SIGNALS)
 
 
 def supervise(trainer: Trainer, *, spec: JobSpec) -> int:
@@ -228,6 +228,8 @@ class _Supervisor:
         if info is not None and info.si_signo in _STOP_SIGNALS and not self._stopping:
             self._stopping = True
             self._limit(self._timeouts.grace_s, "it did not finish after the launcher's signal")
+        elif info is not None and info.si_signo == processes.NOTICE and self._running:
+            processes.send_signal(self._pid, processes.NOTICE)  # it may have come to this process alone
         # The kernel's signal for the launcher's death comes to this process alone. It is sent when the thread that
         # started this process ends, and for a moment another thread of a dying launcher may be the parent.
         if self._stopping and self._orphaned_at is None and os.getppid() != self._launcher_pid:

@@ -10,53 +10,16 @@ import json
 import os
 import time
 from collections.abc import Callable
-from dataclasses import dataclass
 from typing import TypeVar
 
 import torch.distributed as dist
 
-from nep.distributed.timeouts import Timeouts
+from nep.distributed.timeouts import SupervisorTimeouts, Timeouts
 from nep.fault_tolerance.control_store import ControlStore, lease_key, supervisor_key
 from nep.fault_tolerance.job import JobSpec, publish_job
 from nep.fault_tolerance.unsupervised import whereabouts
 
 T = TypeVar("T")
-
-
-@dataclass(frozen=True, kw_only=True)
-class SupervisorTimeouts:
-    """The supervisor's time constants, all derived from one base (seconds).
-
-    Attributes:
-        poll_s: between two looks at the store. A child's death does not wait for it: SIGCHLD ends the pause.
-        slow_poll_s: between two looks at what is not urgent.
-        grace_s: what a trainer gets to finish by itself after a signal or the loss of the store. Less than
-            the 30 s after which torchrun kills.
-        leave_s: what a trainer gets to leave after the end of the job.
-        drain_s: what the trainer of a node whose launcher has died gets to hand over its state.
-        helper_s: what helper processes that a dead trainer left behind get after SIGTERM.
-        renew_s: between two renewals of the lease.
-    """
-
-    poll_s: float
-    slow_poll_s: float
-    grace_s: float
-    leave_s: float
-    drain_s: float
-    helper_s: float
-    renew_s: float
-
-    @classmethod
-    def from_base(cls, base_s: float) -> SupervisorTimeouts:
-        return cls(
-            poll_s=min(base_s / 20, 0.05),
-            slow_poll_s=min(base_s / 5, 0.5),
-            grace_s=min(2.5 * base_s, 25.0),
-            leave_s=4 * base_s,
-            drain_s=10 * base_s,
-            helper_s=min(base_s / 2, 5.0),
-            renew_s=Timeouts(base_s=base_s).renew_s,
-        )
 
 
 class StoreLink:
