@@ -11,7 +11,7 @@ from nep.fault_tolerance.control_store import ControlStore, end_key, exit_key, j
 from nep.fault_tolerance.job import JobSpec
 from nep.fault_tolerance.leases import TERMS, LeaseWatch
 from nep.fault_tolerance.requests import Requests, drained
-from nep.fault_tolerance.unsupervised import report_for, supervisor_is_dead, whereabouts
+from nep.fault_tolerance.unsupervised import report_for, supervisor_lives, whereabouts
 
 _PAUSE_S = 0.05
 
@@ -61,13 +61,14 @@ def take_over(spec: JobSpec) -> int:
 
 def unsupervised(store: ControlStore, slots: list[int], lease_s: float) -> set[int]:
     """Slots whose supervisors are gone: they can be seen to be, or their leases expire while this is waited for."""
-    gone = {slot for slot in slots if supervisor_is_dead(store, slot)}
+    seen = {slot: supervisor_lives(store, slot) for slot in slots}
+    gone = {slot for slot, lives in seen.items() if lives is False}
     leases = LeaseWatch(store, lease_s)
-    asked = [slot for slot in slots if slot not in gone]
+    asked = [slot for slot, lives in seen.items() if lives is None]
     deadline = time.monotonic() + (TERMS + 1) * lease_s
     while asked and time.monotonic() < deadline:
         gone |= leases.expired(asked)
-        if leases.renewed >= set(asked) or gone >= set(asked):
+        if leases.renewed | gone >= set(asked):
             break
         time.sleep(_PAUSE_S)
     return gone

@@ -51,7 +51,7 @@ def report_unsupervised(
     for slot in slots:
         if slot in expired:
             log.warning("the supervisor of slot %d has not renewed its lease: it counts as dead", slot)
-        elif supervisor_is_dead(store, slot):
+        elif supervisor_lives(store, slot) is False:
             log.warning("the supervisor of slot %d has been killed, and its trainer with it", slot)
         else:
             continue
@@ -76,13 +76,13 @@ def report_for(store: ControlStore, slot: int, incarnation: int, by: str) -> Non
     store.compare_and_set(exit_key(slot, incarnation), "", json.dumps(reason))
 
 
-def supervisor_is_dead(store: ControlStore, slot: int) -> bool:
-    """Whether this process can see that the supervisor of a slot has ended."""
+def supervisor_lives(store: ControlStore, slot: int) -> bool | None:
+    """Whether the supervisor of a slot lives; None where this process cannot see it, or there never was one."""
     here, text = whereabouts(), store.get(supervisor_key(slot))
     found = json.loads(text) if text else {}
     if any(found.get(name) != here[name] for name in ("boot", "processes")):
-        return False  # on another machine or in another container
-    return not _lives(found["pid"])
+        return None  # on another machine or in another container
+    return _lives(found["pid"])
 
 
 def _lives(pid: int) -> bool:
