@@ -18,14 +18,11 @@ import torch
 import tyro
 from torch import nn
 
-from nep.checkpoint.weights import gather_parameters, save_parameters
 from nep.fault_tolerance import environment
 from nep.fault_tolerance.environment import job_from_environment
-from nep.fault_tolerance.history import Committed
 from nep.fault_tolerance.injection import Failure
 from nep.fault_tolerance.job import Job, JobSpec
 from nep.fault_tolerance.supervisor import run_alone, supervise
-from nep.fault_tolerance.timeline import Recovery
 from nep.moe.aux_losses import AuxLosses
 from nep.parallel.optimizer import OptimizerConfig
 from nep.planning.cluster import Cluster
@@ -34,16 +31,15 @@ from nep.planning.plan import Plan
 from nep.planning.shapes import ModelShape, parameter_lines, preset
 from nep.report.layouts import layout_picture
 from nep.report.readers.plan_file import read_plan
-from nep.report.summary import summary
-from nep.report.terminal import ProgressLine, print_text, terminal_width
+from nep.report.terminal import terminal_width
 from nep.train.agreement import agreed_settings
 from nep.train.checkpoints import STOPPED
 from nep.train.config import TrainConfig
 from nep.train.data import TextSamples, load_text
 from nep.train.log import log_to_file
-from nep.train.outcome import outcome, write_json, write_loads
 from nep.train.resume import BAD_INPUT, CannotResume, check_resume, subject_of
-from nep.train.trainer import Hooks, Trainer
+from nep.train.trainer import Trainer
+from nep.train.view import View as _View
 
 BuildModel = Callable[[ModelShape, torch.dtype, str], nn.Module]
 
@@ -345,7 +341,7 @@ def _train(build: BuildModel, request: _Request, job: Job, *, launched: bool = F
     """In the trainer's process. A launcher that told its processes to stop finds that they did, without an error."""
     log_to_file(job.log_path)
     logging.getLogger(__name__).info("%s", request.config)
-    view = _View(request)
+    view = _View(request.shape, request.config)
     backend, why = request.config.moe_backend_for(request.shape)
     logging.getLogger(__name__).info("experts run with %s: %s", backend, why)
     dtype = request.config.torch_dtype
@@ -359,70 +355,3 @@ def _train(build: BuildModel, request: _Request, job: Job, *, launched: bool = F
         return EXIT_BAD_INPUT
     finally:
         view.close()
-
-
-class _View:
-    """What people see: the lowest live slot prints."""
-
-    def __init__(self, request: _Request):
-        self._request = request
-        self._progress = ProgressLine(request.config.steps, stream=sys.stdout)
-        self._last = time.perf_counter()
-
-    def hooks(self) -> Hooks:
-        return Hooks(on_commit=self._commit, on_recovery=self._recovery, on_end=self._end, on_message=self._message)
-
-    def close(self) -> None:
-        self._progress.close()
-
-    def _commit(self, trainer: Trainer, committed: Committed) -> None:
-        now = time.perf_counter()
-        elapsed, self._last = now - self._last, now
-        if trainer.reports:
-            self._progress.update(
-                committed.step,
-                loss=committed.loss,
-                tokens_per_s=committed.tokens / elapsed,
-                generation=trainer.run_state.current.number,
-                live_slots=trainer.members,
-            )
-
-    def _message(self, trainer: Trainer, line: str) -> None:
-        self._progress.message(line)
-
-    def _recovery(self, trainer: Trainer, recovery: Recovery) -> None:
-        if trainer.reports:
-            phases = ", ".join(f"{name} {seconds * 1e3:.0f} ms" for name, seconds in recovery.phases_s().items())
-            since = "from the last step" if recovery.planned else "from failure"
-            self._progress.message(
-                f"generation {recovery.generation}: {recovery.reason}; {recovery.total_s * 1e3:.0f} ms {since} "
-                f"to the next committed step ({phases})"
-            )
-
-    def _end(self, trainer: Trainer) -> None:
-        """After the last step, while all slots are there."""
-        request, run = self._request, trainer.run_state
-        config, lines = request.config, run.recipe.lines
-        if config.save_params is not None:
-            tensors = gather_parameters(
-                run.state,
-                lines,
-                run.recipe.dtype,
-                to=trainer.plan.slots[0],
-                communicator=run.current.groups.transfer,
-                waiter=run.current.waiter,
-            )
-            if trainer.reports:
-                save_parameters(config.save_params, request.shape, lines, tensors, run.routing)
-        if not trainer.reports:
-            return
-        self.close()
-        result = outcome(trainer, request.shape.name)
-        if config.loads_out is not None:
-            write_loads(config.loads_out, trainer, request.shape.name)
-        if config.json is not None:
-            write_json(config.json, result)
-        page = summary(
-            result, before=trainer.plans[0], after=trainer.plan, lines=lines, width=terminal_width(sys.stdout)
-        )
-        print_text(f"\n{page}\n\nlogs: {run.job.run_dir}")
