@@ -153,6 +153,7 @@ class ControlStore:
         self._silence_s = silence_s
         self._failed = False
         self._patience_s = 0.0
+        self._gives_up: Callable[[], bool] = bool  # never
 
     @classmethod
     def connect(cls, address: str, prefix: str, timeout_s: float) -> ControlStore:
@@ -195,7 +196,7 @@ class ControlStore:
                 return question(self._store)
             except (dist.DistNetworkError, OSError) as error:
                 known, self._failed = self._failed, True
-                if known and time.monotonic() >= deadline:
+                if known and (time.monotonic() >= deadline or self._gives_up()):
                     what = f"the control store at {self.address} cannot be reached: {error}"
                     raise dist.DistNetworkError(what) from error
                 if known:
@@ -214,13 +215,18 @@ class ControlStore:
         self._failed = False
 
     @contextlib.contextmanager
-    def patience(self, seconds: float) -> Iterator[None]:
-        """Inside, calls try for so long to reach a server that has gone away, before they fail."""
-        before, self._patience_s = self._patience_s, seconds
+    def patience(self, seconds: float, gives_up: Callable[[], bool] = bool) -> Iterator[None]:
+        """Inside, calls try for so long to reach a server that has gone away, before they fail.
+
+        Args:
+            gives_up: says when nothing more is to be tried.
+        """
+        before = self._patience_s, self._gives_up
+        self._patience_s, self._gives_up = seconds, gives_up
         try:
             yield
         finally:
-            self._patience_s = before
+            self._patience_s, self._gives_up = before
 
     def works(self) -> bool:
         """Whether the server can be reached, over this connection or a new one in its place."""

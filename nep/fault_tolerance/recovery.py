@@ -95,7 +95,7 @@ def recover(run: SlotRun, fault: Fault, number: int, members: tuple[int, ...], r
         recovery.attempts += 1
         log.warning("generation %d is broken: %s", number, fault)
         # Steps go on without the control store; a recovery cannot, and waits for it.
-        with run.store.patience(0.0 if run.stop_requested() else run.recipe.timeouts.partition_s):
+        with run.store.patience(run.recipe.timeouts.partition_s, run.stop_requested):
             stands = run.store.raise_fault(number, fault_reason(fault.kind, run.slot, fault.detail))
             recovery.planned = recovery.planned and stands.get("reason") == PLANNED
             _park(run)

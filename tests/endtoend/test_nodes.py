@@ -20,12 +20,14 @@ import pytest
 import torch.distributed as dist
 from safetensors.torch import load_file
 
+from nep.checkpoint.folders import whole_in
 from nep.fault_tolerance import processes
 from nep.fault_tolerance.running_job import RunningJob, find_job
 from nep.testing.jobs import REPOSITORY, JobOutcome
 from nep.testing.store_proxy import StoreProxy
 from tests.endtoend.conftest import SmallJob
 
+PACED = Path(__file__).with_name("paced_train.py")
 GATED = Path(__file__).with_name("gated_train.py")
 LIMIT_S = 60.0
 pytestmark = pytest.mark.timeout(150)
@@ -136,6 +138,37 @@ def test_a_lost_node_comes_back(gated: GatedJob, kind: str) -> None:
     assert result["live_slots"] == [0, 1, 2, 3]
     assert len(result["recovery_s"]) == (0 if kind == "agent" else 1), "with its workers alive nothing is replayed"
     assert result["lost_steps"] == 0
+
+
+@pytest.mark.soak
+def test_the_loss_of_the_node_that_hosts_the_store_ends_in_a_checkpoint(gated: GatedJob) -> None:
+    """The slots of the other node hear of it through the vote; the same command, on one slot, goes on."""
+    gated.gates, port, saved = "2", free_port(), str(gated.folder / "saved")
+    agents = [gated.start_agent(node, port, "--replicas", "2", "--checkpoint-dir", saved) for node in (0, 1)]
+    gated.reach(2)
+    agents[0].kill()
+    time.sleep(1.0)
+    gated.open_gate(2)
+    agents[1].wait(LIMIT_S)
+    until(lambda: whole_in(Path(saved)), "no checkpoint")
+    (checkpoint,) = whole_in(Path(saved))
+    assert 2 <= checkpoint.step < 6 and not (gated.folder / "train.json").exists()
+    again = gated.small.run(1, "--checkpoint-dir", saved, folder=gated.folder / "again", launcher="alone")
+    assert again.result is not None and again.result["resumed_step"] == checkpoint.step
+
+
+@pytest.mark.soak
+@pytest.mark.parametrize(("holds", "reasons"), [("5:2", 1), ("4:1 5:2", 2)], ids=["storm", "one at a time"])
+def test_down_to_one_slot_and_back_to_all(small_job: SmallJob, tmp_path: Path, holds: str, reasons: int) -> None:
+    held = [word for hold in holds.split() for word in ("--hold", hold)]
+    options = ["--replicas", "1", "--respawn", "1", "--fail", "1@2", "--fail", "2@3"]
+    outcome = small_job.run(3, *options, *held, folder=tmp_path, script=PACED)
+    assert outcome.result is not None
+    sizes = [len(entry["slots"]) for entry in outcome.result["generations"]]
+    assert sizes == ([3, 2, 1, 3] if reasons == 1 else [3, 2, 1, 2, 3])
+    assert outcome.result["unprotected_intervals"] == 0 and len(outcome.result["full_size_s"]) == 1
+    windows = outcome.result["unprotected_s"]
+    assert len(windows) == 2, "until the first loss has mirrors, and while one slot was alone"
 
 
 def test_a_spare_takes_the_place_of_a_lost_slot(small_job: SmallJob, tmp_path: Path) -> None:
