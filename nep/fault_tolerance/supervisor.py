@@ -159,7 +159,8 @@ class _Supervisor:
         self._link = StoreLink(spec, timeouts, self._say)
         self._stopping = False
         self._orphaned_at: float | None = None  # when the launcher was found dead
-        self._told = False  # the trainer, what that means
+        self._told = False  # the trainer, to stop
+        self._drains = False  # as does the whole node
         self._fenced = False
         self._kill_at_s: float | None = None
         self._kill_reason = ""
@@ -178,16 +179,18 @@ class _Supervisor:
         self._link.connect()
         while True:
             exit_code = self._wait_for_trainer()
-            end_code = self._end_code()
-            while end_code is None and self._link.away_s:
-                if exit_code in FINAL_CODES or self._stopping or self._link.is_gone:
+            while True:
+                end_code = self._end_code()
+                if end_code is not None:
+                    return self._leave_after_end(exit_code, end_code)
+                if not self._link.away_s:
+                    self._report_exit(exit_code)
+                    if not self._link.away_s:
+                        break
+                elif exit_code in FINAL_CODES or self._stopping or self._link.is_gone:
                     # Nobody can tell whether the job has ended: the trainer's word counts.
                     return exit_code if exit_code in FINAL_CODES else 1
                 self._pause()  # until it can be told that the trainer has died
-                end_code = self._end_code()
-            if end_code is not None:
-                return self._leave_after_end(exit_code, end_code)
-            self._report_exit(exit_code)
             processes.end_descendants(self._timeouts.helper_s)  # what the trainer had started is adopted by now
             code = self._wait_for_end()
             if code is not None:
@@ -234,6 +237,7 @@ class _Supervisor:
         # started this process ends, and for a moment another thread of a dying launcher may be the parent.
         if self._stopping and self._orphaned_at is None and os.getppid() != self._launcher_pid:
             self._orphaned_at = time.monotonic()
+            self._link.ask(lambda s: report_lost_launcher(s, self._spec), None)  # if another one hosts the store
         self._link.renew()
 
     def _look_after_losses(self) -> None:
@@ -243,19 +247,18 @@ class _Supervisor:
             self._limit(times.grace_s, STORE_LOST)
         elif self._kill_reason == STORE_LOST:
             self._kill_at_s, self._kill_reason = None, ""
-        if self._told:
-            return
-        if link.is_refused and (self._orphaned_at is not None or link.away_s > times.grace_s * 0.4):
+        if link.is_refused and not self._told and (self._orphaned_at is not None or link.away_s > times.grace_s * 0.4):
             self._told = True
             lost = "the control store is lost" if self._orphaned_at is None else "the launcher has died"
             self._say(f"{lost}; telling the trainer to stop")
             processes.send_signal(self._pid, signal.SIGTERM)
-        elif self._orphaned_at is not None and not link.away_s and now_s - self._orphaned_at > 4 * times.poll_s:
+        elif self._orphaned_at is None or self._drains or link.away_s:
+            return
+        elif now_s - self._orphaned_at > 4 * times.poll_s:
             # Another launcher hosts the store, and the job goes on: this node leaves it as if it were drained.
-            self._told = True
+            self._drains = True
             self._say("the launcher has died, and the job goes on without this node: its slots hand over and leave")
             mine = Request(kind="drain", slot=self._spec.slot, incarnation=self._incarnation)
-            link.ask(lambda s: report_lost_launcher(s, self._spec), None)
             link.ask(lambda s: self._requests.post(s, mine), 0)
             self._kill_at_s, self._kill_reason = now_s + times.drain_s, "it did not leave after its launcher had died"
 
@@ -306,10 +309,10 @@ class _Supervisor:
     def _flag(self, generation: int) -> None:
         if generation in self._flagged:
             return
-        self._flagged.add(generation)
         detail = f"the trainer of slot {self._spec.slot} has ended"
         reason = {"kind": "exit", "slot": self._spec.slot, "detail": detail, "time": time.time()}
-        self._link.ask(lambda s: s.raise_fault(generation, reason), None)
+        if self._link.ask(lambda s: s.raise_fault(generation, reason), None) is not None:
+            self._flagged.add(generation)
 
     def _follow_decisions(self) -> None:
         """Find the newest decision and raise its fault flag if it counts on this slot."""

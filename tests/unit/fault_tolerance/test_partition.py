@@ -2,24 +2,28 @@
 
 from __future__ import annotations
 
+import dataclasses
 import socket
 import threading
 import time
 from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from datetime import timedelta
+from pathlib import Path
 
 import pytest
 import torch.distributed as dist
 
-from nep.distributed.timeouts import Timeouts
+from nep.distributed.timeouts import SupervisorTimeouts, Timeouts
 from nep.fault_tolerance.bulletin import StepBoard, follow_requests
 from nep.fault_tolerance.connections import Connections
-from nep.fault_tolerance.control_store import ControlStore, exit_key, step_key
+from nep.fault_tolerance.control_store import ControlStore, exit_key, lease_key, step_key
 from nep.fault_tolerance.detection import FaultWatch
+from nep.fault_tolerance.job import JobSpec
 from nep.fault_tolerance.keepalive import give_up_after
 from nep.fault_tolerance.membership import agree
 from nep.fault_tolerance.requests import Request, Requests
+from nep.fault_tolerance.supervisor_link import StoreLink
 from nep.fault_tolerance.transaction import Decision, Progress
 from nep.testing.store_proxy import StoreProxy
 
@@ -170,3 +174,32 @@ def test_the_kernel_watches_connections_to_the_store(store: ControlStore, proxy:
             for option in (socket.TCP_KEEPIDLE, socket.TCP_KEEPINTVL, socket.TCP_KEEPCNT)
         )
         assert idle + pause * probes <= 8
+
+
+@pytest.mark.parametrize("kind", ["reset", "refused"])
+def test_a_supervisor_tells_a_store_that_is_out_of_reach_from_one_that_is_gone(
+    kind: str, proxy: StoreProxy, outside: ControlStore, tmp_path: Path, request: pytest.FixtureRequest
+) -> None:
+    leave, come_back = PARTITIONS[kind]
+    spec = JobSpec(
+        slot=1, num_slots=2, slots_per_node=2, run_id="x", store_address=proxy.address, run_dir=tmp_path, joins=True
+    )
+    said: list[str] = []
+    timeouts = dataclasses.replace(SupervisorTimeouts.from_base(1.0), grace_s=0.4, slow_poll_s=0.05)
+    link = StoreLink(spec, timeouts, said.append)
+    link.connect()
+    plain = outside.at_prefix(spec.prefix)
+    link.renew()
+    first = plain.get(lease_key(1))
+    assert first is not None and not link.away_s
+    leave(proxy)
+    until(lambda: link.ask(lambda store: store.exists("key"), None) is None)
+    assert link.away_s and link.is_refused == (kind == "refused") and not link.is_gone
+    time.sleep(0.5)
+    assert link.is_gone == (kind == "refused")
+    assert ("is gone" in said[0]) == (kind == "refused")
+    come_back(proxy)
+    until(lambda: link.ask(lambda store: store.exists("key"), None) is not None)
+    assert not link.away_s and not link.is_gone and "can be reached again" in said[1] and len(said) == 2
+    link.renew()
+    assert plain.get(lease_key(1)) != first
