@@ -2,14 +2,32 @@
 
 from __future__ import annotations
 
+import os
+from collections.abc import Sequence
 from dataclasses import fields
 
 from nep.planning.shapes import ModelShape
 from nep.train.config import TrainConfig
 from nep.train.data import SampleSource
 
-_OWN = {"run_dir", "save_params", "json"}  # each node may have its own
+# Each node may have its own, and the target of alerts may be a secret.
+_OWN = {"run_dir", "save_params", "json", "on_alert", "health_check", "health_every_s"}
+_SECRET = ("--on-alert",)
 _WHETHER = {"loads_out", "checkpoint_dir"}  # a folder may be mounted elsewhere, but not be missing
+
+
+def recorded_command(script: str, arguments: Sequence[str]) -> tuple[str, ...]:
+    """The command of a job as everybody may read it: without options whose values may be secrets."""
+    found, skips = [os.path.abspath(script)], False
+    for word in arguments:
+        name, has_value, _ = word.partition("=")
+        if skips:
+            skips = False
+        elif name.replace("_", "-") in _SECRET:
+            skips = not has_value
+        else:
+            found.append(word)
+    return tuple(found)
 
 
 def agreed_settings(config: TrainConfig, shape: ModelShape, data: SampleSource) -> dict[str, str]:

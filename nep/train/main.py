@@ -32,7 +32,7 @@ from nep.planning.shapes import ModelShape, parameter_lines, preset
 from nep.report.layouts import layout_picture
 from nep.report.readers.plan_file import read_plan
 from nep.report.terminal import terminal_width
-from nep.train.agreement import agreed_settings
+from nep.train.agreement import agreed_settings, recorded_command
 from nep.train.checkpoints import STOPPED
 from nep.train.config import TrainConfig
 from nep.train.data import TextSamples, load_text
@@ -192,7 +192,7 @@ def main(build: BuildModel, arguments: Sequence[str] | None = None) -> int:
         else:
             time.sleep(_WORD_S)
         return EXIT_BAD_INPUT
-    command = (os.path.abspath(sys.argv[0]), *(sys.argv[1:] if arguments is None else arguments))
+    command = recorded_command(sys.argv[0], sys.argv[1:] if arguments is None else arguments)
     try:
         return _start(build, request, spec, run_dir, command)
     except (ValueError, RuntimeError) as error:
