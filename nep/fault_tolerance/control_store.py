@@ -145,6 +145,9 @@ class ControlStore:
 
     An object belongs to one thread of one process: call `clone` for another thread, and `connect` after a
     fork.
+
+    Attributes:
+        on_reopen: called when the connection had failed and has been opened anew.
     """
 
     def __init__(self, store: dist.TCPStore, prefix: str, silence_s: float = _SILENCE_S):
@@ -152,6 +155,7 @@ class ControlStore:
         self.prefix = prefix
         self._silence_s = silence_s
         self._failed = False
+        self.on_reopen: Callable[[], None] = lambda: None
         self._patience_s = 0.0
         self._gives_up: Callable[[], bool] = bool  # never
 
@@ -213,6 +217,7 @@ class ControlStore:
         self._store.set_timeout(timeout)
         give_up_after(port, self._silence_s)
         self._failed = False
+        self.on_reopen()
 
     @contextlib.contextmanager
     def patience(self, seconds: float, gives_up: Callable[[], bool] = bool) -> Iterator[None]:

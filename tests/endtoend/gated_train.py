@@ -16,7 +16,7 @@ from nep.fault_tolerance.history import Committed
 from nep.train import main
 from nep.train.trainer import Trainer
 
-LIMIT_S = 60.0
+LIMIT_S = 100.0
 _commit = main._View._commit
 
 

@@ -48,7 +48,10 @@ def proxy(direct: ControlStore) -> Iterator[StoreProxy]:
     host, _, port = direct.address.rpartition(":")
     proxy = StoreProxy(host, int(port))
     yield proxy
-    proxy.mend()  # or a thread that waits for the store would wait for ever, and say so in another test
+    proxy.close()  # or threads that wait for the store would try again when the interpreter ends
+    for thread in threading.enumerate():
+        if thread.name == "connections":
+            thread.join(20)
 
 
 @pytest.fixture
@@ -92,6 +95,19 @@ def test_all_who_listen_and_tell_come_back(
     board.tell(step=3)
     until(lambda: outside.get_json(step_key()) == {"step": 3})
     until(lambda: connections.take().works())
+
+
+def test_idle_connections_are_opened_anew_before_they_are_needed(proxy: StoreProxy, store: ControlStore) -> None:
+    connections = Connections(store, ready=3)
+    until(lambda: len(connections._idle) == 3)
+    mine = connections.take()
+    until(lambda: len(connections._idle) == 3)
+    proxy.cut()
+    proxy.mend()
+    assert mine.works()
+    until(lambda: len(connections._idle) == 3 and not any(one._failed for one in connections._idle))
+    until(lambda: not connections._refreshing.locked())
+    assert all(one.works() for one in list(connections._idle))
 
 
 def test_a_call_fails_at_once_or_is_patient(proxy: StoreProxy, store: ControlStore, outside: ControlStore) -> None:
