@@ -88,7 +88,10 @@ def agree(
     deadline = time.monotonic() + timeouts.agree_s
     fence_at = time.monotonic() + (timeouts.wait_s if silent_s is None else silent_s)
     look_at = time.monotonic() + _LOOK_S
-    ready_since: float | None = None
+    # Keys are never deleted, so what was there once is not asked for again: with it, the requests of a poll grow as the
+    # square of the members, and one thread answers them all.
+    posted: set[int] = set()
+    turn_at: float | None = None
     leases, looked_at = LeaseWatch(store, timeouts.lease_s), time.monotonic()
     while True:
         text = store.get(decision_key(generation))
@@ -102,16 +105,18 @@ def agree(
             # The store was out of reach, for the others too, or this process was stopped.
             deadline, fence_at = deadline + now - looked_at, fence_at + now - looked_at
         looked_at = now
-        posted = [slot for slot in members if store.exists(record_key(generation, slot))]
-        dead = dead_members(store, members, incarnations)
-        silent = [slot for slot in members if slot not in posted and slot not in dead]
+        posted |= {s for s in members if s not in posted and store.exists(record_key(generation, s))}
+        silent = [slot for slot in members if slot not in posted]
+        gone = dead_members(store, tuple(silent), incarnations)
+        silent = [slot for slot in silent if slot not in gone]
         if silent and now > look_at:
             report_unsupervised(store, silent, incarnations, leases)
             look_at = now + _LOOK_S
-        live = [slot for slot in posted if slot not in dead]
         if not silent:
-            ready_since = now if ready_since is None else ready_since
-            if now - ready_since >= _TURN_S * live.index(own.slot):
+            turn_at = now + _TURN_S * sorted(posted).index(own.slot) if turn_at is None else turn_at
+            if now >= turn_at:
+                dead = dead_members(store, members, incarnations)  # also of those that have posted
+                live = sorted(posted - dead)
                 records = {slot: Progress.from_json(_require(store, record_key(generation, slot))) for slot in live}
                 mine = decide(records, dead).to_json()
                 return _checked(Decision.from_json(store.compare_and_set(decision_key(generation), "", mine)), own.slot)

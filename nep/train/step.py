@@ -89,14 +89,18 @@ def forward_backward(
         done = count * round_index // num_rounds
         size = count * (round_index + 1) // num_rounds - done
         first = first_sample + offset + done
-        tokens_bt, targets_bt = (torch.from_numpy(array) for array in data.train_batch(first, size))
+        tokens_bt, targets_bt = (
+            torch.from_numpy(array).to(sync.state.device) for array in data.train_batch(first, size)
+        )
         output = model(tokens_bt, targets_bt)
         total = output.loss.total if output.aux_loss is None else output.loss.total + output.aux_loss
         if round_index == 0:
             total.register_hook(lambda _: probe("backward"))
         overlap.reduction = reduction if round_index == num_rounds - 1 else None
         try:
-            total.backward()
+            # With a GPU autograd has a thread for it, and its hooks launch messages: NCCL wants one thread for all.
+            with torch.autograd.set_multithreading_enabled(sync.state.device.type == "cpu"):
+                total.backward()
         finally:
             # The two point to each other: left so by a fault, they would keep all of the old state until Python
             # happens to look for cycles.
@@ -115,7 +119,7 @@ def forward_backward(
         tokens=tokens,
         samples=samples,
         sample_hash=sample_hash % 2**64,
-        counts_le=counts_le,
+        counts_le=counts_le.cpu(),
         seconds=time.perf_counter() - start,
     )
 

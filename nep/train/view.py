@@ -6,6 +6,7 @@ import sys
 import time
 
 from nep.checkpoint.weights import gather_parameters, save_parameters
+from nep.fault_tolerance.corruption import Corruption
 from nep.fault_tolerance.history import Committed
 from nep.fault_tolerance.timeline import Recovery
 from nep.planning.shapes import ModelShape
@@ -31,7 +32,13 @@ class View:
         self._last = time.perf_counter()
 
     def hooks(self) -> Hooks:
-        return Hooks(on_commit=self._commit, on_recovery=self._recovery, on_end=self._end, on_message=self._message)
+        return Hooks(
+            on_commit=self._commit,
+            on_recovery=self._recovery,
+            on_corruption=self._corruption,
+            on_end=self._end,
+            on_message=self._message,
+        )
 
     def close(self) -> None:
         self._progress.close()
@@ -50,6 +57,10 @@ class View:
 
     def _message(self, trainer: Trainer, line: str) -> None:
         self._progress.message(line)
+
+    def _corruption(self, trainer: Trainer, corruption: Corruption) -> None:
+        if trainer.reports:
+            self._progress.message(str(corruption))
 
     def _recovery(self, trainer: Trainer, recovery: Recovery) -> None:
         if trainer.reports:

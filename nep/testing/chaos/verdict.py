@@ -8,7 +8,7 @@ from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any, Self
 
-from nep.testing.chaos.cases import END_S, PAIR, Case, Series
+from nep.testing.chaos.cases import BASE_S, END_S, PAIR, Case, Series
 from nep.testing.chaos.play import Played, Twin
 
 LOSS_TOLERANCE, TENSOR_TOLERANCE = 1e-12, 1e-11
@@ -25,6 +25,7 @@ class Verdict:
             cost nothing.
         full_size_s: from the first failure until all slots trained again.
         resumed_step: where the next job went on, of the step that the failure was in.
+        not_played: in the plan in force no slots qualified: of two replicas, every two may be owner and mirror.
         wrong: what was promised and did not come true, empty if all did.
     """
 
@@ -36,6 +37,7 @@ class Verdict:
     answered_s: float | None = None
     full_size_s: float | None = None
     resumed_step: int | None = None
+    not_played: bool = False
     wrong: list[str] = field(default_factory=list)
 
     @property
@@ -47,19 +49,22 @@ class Verdict:
         return cls(kind=case.kind, phase=case.phase, victims=case.victims, step=case.step)
 
 
-def judge(series: Series, played: Sequence[Played], twin: Twin, slack_s: float = 0.0) -> list[Verdict]:
+def judge(
+    series: Series, played: Sequence[Played], twin: Twin, *, base_s: float = BASE_S, slack_s: float = 0.0
+) -> list[Verdict]:
     """A verdict for each case of a series, and with the last one what is wrong with the whole.
 
     Args:
         series: what was played.
         played: its jobs.
         twin: what losses and weights must equal.
+        base_s: of the jobs.
         slack_s: by how much an answer may be late, for a machine that has other things to do.
     """
     if series.ends_jobs:
         verdicts = _judge_ends(series, played)
     else:
-        verdicts = [_judge_live(case, played[0], slack_s) for case in series.cases]
+        verdicts = [_judge_live(case, played[0], case.limit_s(base_s) + slack_s) for case in series.cases]
     for verdict in verdicts:
         last = verdict is verdicts[-1]
         losses = (played[-1].outcome.result or {}).get("loss", [])
@@ -88,12 +93,14 @@ def _failures(case: Case, job: Played, verdict: Verdict) -> list[dict[str, Any]]
         if missing:
             verdict.wrong.append(f"the failure of slots {sorted(missing)} did not fire")
         verdict.slots = list(chosen["victims"])
+    elif next(job.of("nobody", case.name), None) is not None:
+        verdict.not_played = True
     elif not verdict.wrong:
         verdict.wrong.append("it was not come to")
     return failures
 
 
-def _judge_live(case: Case, job: Played, slack_s: float) -> Verdict:
+def _judge_live(case: Case, job: Played, limit_s: float) -> Verdict:
     verdict = Verdict.of(case)
     failures = _failures(case, job, verdict)
     if not failures:
@@ -111,8 +118,8 @@ def _judge_live(case: Case, job: Played, slack_s: float) -> Verdict:
     answers = [one["resumed_at"] for one in here if one["failed_slots"]]
     if lost and answers:
         verdict.answered_s = max(answers) - last
-        if verdict.answered_s > case.limit_s + slack_s:
-            verdict.wrong.append(f"answered after {verdict.answered_s:.2f} s, {case.limit_s:g} s allowed")
+        if verdict.answered_s > limit_s:
+            verdict.wrong.append(f"answered after {verdict.answered_s:.2f} s, {limit_s:g} s allowed")
         whole = [one["resumed_at"] for one in here if one["size"] == _size(job) and one["resumed_at"] > max(answers)]
         if whole:
             verdict.full_size_s = min(whole) - first

@@ -5,7 +5,14 @@ from pathlib import Path
 
 import pytest
 
-from nep.fault_tolerance.environment import environment_to_join, job_from_environment, single_process_job, speaks
+from nep.fault_tolerance.environment import (
+    environment_to_join,
+    job_from_environment,
+    nccl_variables,
+    prepare_nccl,
+    single_process_job,
+    speaks,
+)
 
 # As torchrun 2.13 sets it for the second of two nodes with two workers each.
 TORCHRUN = {
@@ -70,3 +77,24 @@ def test_a_slot_that_is_brought_back_has_the_place_that_it_had(tmp_path: Path) -
     first = job_from_environment(run_dir=tmp_path, environ={**TORCHRUN, "MASTER_ADDR": "::1"})
     assert first is not None and not first.joins and not speaks(TORCHRUN)
     assert dataclasses.replace(spec, joins=False) == first
+
+
+def test_nccl_is_told_what_is_not_set_yet() -> None:
+    environ = {"NCCL_NVLS_ENABLE": "0", "TORCH_NCCL_NONBLOCKING_TIMEOUT": "7"}
+    prepare_nccl(nonblocking_timeout_s=1.2, environ=environ)
+    assert environ == {
+        "NCCL_NVLS_ENABLE": "0",
+        "TORCH_NCCL_NONBLOCKING_TIMEOUT": "7",
+        "TORCH_NCCL_ASYNC_ERROR_HANDLING": "0",
+        "TORCH_NCCL_DUMP_ON_TIMEOUT": "0",
+        "TORCH_NCCL_WAIT_TIMEOUT_DUMP_MILSEC": "0",
+        "NCCL_LAUNCH_ORDER_IMPLICIT": "1",
+    }
+    fresh: dict[str, str] = {}
+    prepare_nccl(nonblocking_timeout_s=1.2, environ=fresh)
+    assert fresh["TORCH_NCCL_NONBLOCKING_TIMEOUT"] == "2", "torch counts whole seconds"
+
+
+def test_nccl_variables_are_those_that_matter() -> None:
+    environ = {"NCCL_DEBUG": "INFO", "NCCL_BLOCKING_WAIT": "1", "HOME": "/root"}
+    assert nccl_variables(environ) == {"NCCL_BLOCKING_WAIT": "1"}
