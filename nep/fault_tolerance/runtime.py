@@ -38,6 +38,7 @@ class Recipe:
         timeouts: derived from one base.
         keep_loads: remember the expert loads of every committed step.
         num_replicas, lane_slots: what the job aims at when slots come back.
+        num_members: the slots that shall train, spares not counted; 0: as many as there are.
         router_bias_rate: what a step adds to, or takes from, the biases that experts are chosen with.
     """
 
@@ -50,6 +51,7 @@ class Recipe:
     router_bias_rate: float = 0.0
     num_replicas: int = 1
     lane_slots: int = 1
+    num_members: int = 0
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -126,6 +128,11 @@ class SlotRun:
     @property
     def slot(self) -> int:
         return self.job.slot
+
+    @property
+    def wanted_members(self) -> int:
+        """How many slots shall train."""
+        return self.recipe.num_members or self.job.num_slots
 
     @property
     def current(self) -> Generation:
