@@ -11,6 +11,7 @@ from typing import Literal
 
 import torch
 
+from nep.distributed.timeouts import Timeouts
 from nep.fault_tolerance.injection import Failure
 from nep.moe.aux_losses import AuxLosses
 from nep.moe.backends import choose_backend
@@ -22,6 +23,7 @@ from nep.planning.plan import Plan
 from nep.planning.planner import plan_from_scratch
 from nep.planning.shapes import ModelShape, parameter_lines
 from nep.planning.validation import check_runnable
+from nep.train.alerts import target_problems
 
 _LONGEST_BASE_S = 86_400
 _SAVE_EVERY = 100
@@ -54,6 +56,7 @@ class TrainConfig:
         respawn: how often the process of each slot is started anew after it died.
         validation_sequences: held-out sequences for the validation loss, at the beginning and at the end.
         failures: to inject, see `Failure`.
+        on_alert: command or http(s) URL that is told when the job is degraded or unprotected, see `nep.train.alerts`.
         run_dir: folder for logs and job.json.
         checkpoint_dir: folder of checkpoints, to go on from and to write to; all slots must see it. None: none.
         checkpoint_every: steps from one to the next (100 by default); one more is written at the end.
@@ -83,6 +86,7 @@ class TrainConfig:
     respawn: int = 1
     validation_sequences: int = 16
     failures: tuple[Failure, ...] = ()
+    on_alert: str | None = None
     run_dir: Path = Path("runs")
     checkpoint_dir: Path | None = None
     checkpoint_every: int | None = None
@@ -162,7 +166,7 @@ class TrainConfig:
             problems.append(str(error))
         problems += self._unsupported()
         problems += self.optimizer.problems() + self.aux_losses.problems() + self._routing_problems(shape)
-        problems += self._file_problems()
+        problems += self._file_problems() + ([] if self.on_alert is None else target_problems(self.on_alert))
         if self.aux_losses.needs_one_round and not problems:
             problems += self._round_problems(
                 self.first_plan(Cluster.uniform(num_slots, num_slots), parameter_lines(shape))
@@ -237,6 +241,8 @@ class TrainConfig:
                 f"timeout_base_s ({self.timeout_base_s}) must be a positive number of seconds, at most a day's "
                 f"({_LONGEST_BASE_S})"
             )
+        else:
+            problems += Timeouts(base_s=self.timeout_base_s).problems()
         return problems
 
     def _unsupported(self) -> list[str]:

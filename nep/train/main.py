@@ -128,6 +128,9 @@ class Options:
     """Steps from one checkpoint to the next (100 by default); one more is written at the end, or at SIGTERM."""
     checkpoint_keep: int = 2
     """Checkpoints to keep, the newest."""
+    on_alert: str | None = None
+    """Command (reads JSON from its standard input) or http(s) URL (gets it by POST) to tell when the job is degraded,
+    unprotected, whole again or stopped."""
     run_dir: Path = Path("runs")
     """Folder in which the run makes its own, for logs and job.json."""
     loads_out: Path | None = None
@@ -247,6 +250,7 @@ def _checked(options: Options, num_slots: int) -> _Request:
         checkpoint_dir=options.checkpoint_dir,
         checkpoint_every=options.checkpoint_every,
         checkpoint_keep=options.checkpoint_keep,
+        on_alert=options.on_alert,
         run_dir=options.run_dir,
         loads_out=options.loads_out,
         save_params=options.save_params,
