@@ -17,11 +17,9 @@ from typing import Literal
 import numpy as np
 from numpy.typing import NDArray
 
-from nep.planning.cost.known_times import KnownTimes
 from nep.planning.cost.step_time import step_time
 from nep.planning.plan import Lane, Plan
 from nep.planning.search.drafts import Draft, Drafter
-from nep.planning.search.pace import at_best_pace
 from nep.planning.search.request import PlanRequest
 from nep.planning.search.ways import adapted, from_scratch, kept
 from nep.planning.search.with_copies import copied, shares_of
@@ -40,6 +38,8 @@ WORTH = 0.005
 
 Boost = Callable[[Plan, Mapping[int, int]], Mapping[int, int]]
 """(plan, measured speeds in ppm) -> speeds that the slots would have with watts moved where they help."""
+
+_COMPUTING = ("expert_gemm", "attention", "dense")
 
 _WHAT: Mapping[Lever, str] = {
     "batch": "batch shares by speed",
@@ -79,7 +79,7 @@ class Compensation:
         lever: the strongest one that was used; None if none was.
         before_s: predicted seconds of a step under the plan in force, with the speeds of now.
         after_s: under `plan`.
-        ideal_s: if slots shared the work just by their speeds.
+        ideal_s: if slots shared all computing just by their speeds and sent what they send now.
         move_s: seconds to get there.
         moved_bytes: that travel.
         speeds_ppm: slot -> speed; measured ones, or those with other power limits.
@@ -185,12 +185,21 @@ def seconds_now(drafter: Drafter, current: Plan) -> float:
 
 
 def ideal_seconds(drafter: Drafter, current: Plan, speeds_ppm: Mapping[int, int]) -> float:
-    """A step of the plan with all its slots at full speed, stretched by what is missing of the sum of speeds."""
+    """A step in which slots share all computing just by their speeds and nobody waits; messages as they are."""
     request = drafter.request
     full = replace(current, speeds_ppm=(FULL_SPEED_PPM,) * len(current.slots))
-    cluster = drafter.cluster.with_speeds(dict.fromkeys(current.slots, FULL_SPEED_PPM))
-    time, _ = at_best_pace(full, request, cluster, drafter.loads, _shares(drafter, current), KnownTimes())
-    return time.total * FULL_SPEED_PPM * len(current.slots) / sum(speeds_ppm[slot] for slot in current.slots)
+    time = step_time(
+        full,
+        shape=request.shape,
+        workload=request.workload,
+        cluster=drafter.cluster,
+        hardware=request.hardware,
+        loads=drafter.loads,
+        shares=_shares(drafter, current),
+    )
+    computing = sum(time.by_slot[slot][part] for slot in current.slots for part in _COMPUTING)
+    messages = sum(seconds for part, seconds in time.parts.items() if part not in _COMPUTING)
+    return messages + computing * FULL_SPEED_PPM / sum(speeds_ppm[slot] for slot in current.slots)
 
 
 def _shares(drafter: Drafter, plan: Plan) -> NDArray[np.float64] | None:
