@@ -40,7 +40,7 @@ _SPEED_GRAIN = 10_000
 _NEWS = 0.08
 """Logarithm by which a speed must differ from the plan's to be thought about."""
 
-_FIRST_STEPS = 4
+_FIRST_STEPS = 2
 """Steps of a generation before a plan is proposed: loads and speeds must have been seen."""
 
 
