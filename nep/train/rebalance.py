@@ -58,6 +58,7 @@ class Balance:
         self._config = trainer.config.balance
         self.statistics = RouterStatistics(self._config.half_life_steps)
         self.adjustments: list[Adjustment] = []
+        self.imbalance: dict[int, float] = {}  # step -> see `WorkOfSlots.imbalance`
         self.goal: Plan | None = None
         self.meter = PaceMeter(self._config.pace)
         self._seconds: dict[int, float] = {}
@@ -90,6 +91,8 @@ class Balance:
             return
         counts = run.routing.counts_le.numpy()
         self.statistics.update(counts)
+        work = self._work_under(trainer.plan)
+        self.imbalance[trainer.step] = work.imbalance(counts)
         seconds = {record.slot: record.seconds for record in unpack_records(run.progress.result)}
         if set(seconds) != set(trainer.plan.slots):
             return
@@ -97,11 +100,9 @@ class Balance:
             slot: value if slot not in self._seconds else 0.7 * self._seconds[slot] + 0.3 * value
             for slot, value in seconds.items()
         }
-        for change in self.meter.observe(seconds, self._work_under(trainer.plan).of(counts)):
+        for change in self.meter.observe(seconds, work.of(counts)):
             self._news = True
-            log.info("pace after step %d: %s", trainer.step, change)
-            if trainer.reports:
-                self._announce(f"pace after step {trainer.step}: {change}")
+            self._say(f"pace after step {trainer.step}: {change}")
         self._measure()
 
     def next_plan(self) -> Plan | None:
@@ -174,9 +175,7 @@ class Balance:
         adjustment.step, adjustment.before_s = self._trainer.step, self._walls.median()
         self.adjustments.append(adjustment)
         self._news = False
-        log.warning("%s", adjustment.announcement)
-        if self._trainer.reports:
-            self._announce(adjustment.announcement)
+        self._say(adjustment.announcement)
 
     def _measure(self) -> None:
         """What came of the last change, once there are enough steps after it."""
@@ -184,9 +183,14 @@ class Balance:
         if last is None or last.done_step is None or last.after_s is not None or not self._walls.is_full:
             return
         last.after_s = self._walls.median()
-        log.warning("%s", last.result)
+        self._say(last.result)
+
+    def _say(self, line: str) -> None:
+        """Once to people, and in every slot's log."""
         if self._trainer.reports:
-            self._announce(last.result)
+            self._announce(line)
+        else:
+            log.info("%s", line)
 
     def _work_under(self, plan: Plan) -> WorkOfSlots:
         if self._work is None or self._work[0] != plan.number:
@@ -222,6 +226,7 @@ class Balance:
                 return
         if due and not rests:
             self._due = False
+            log.info("router over the last steps: %s", self.statistics.imbalance())
             known = dict(zip(trainer.plan.slots, trainer.plan.speeds_ppm, strict=True))
             self._propose(*self._proposals().rebalance(self._situation(known)))
 
