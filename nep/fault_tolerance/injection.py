@@ -2,17 +2,21 @@
 
 from __future__ import annotations
 
+import ctypes
 import os
 import re
 import signal
+import threading
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
 from nep.fault_tolerance.control_store import ControlStore, injected_key
 
-KINDS = ("kill", "stop", "exit0", "exception")
+KINDS = ("kill", "stop", "exit0", "exception", "gil", "busy", "slow")
 PHASES = ("forward", "dispatch", "backward", "sync", "mirror", "vote", "apply", "return", "recover", "checkpoint")
+SLOW_FACTOR, SLOW_STEPS = 3, 3  # so much longer, for so many steps
+_LONG_S = 1_000_000
 _PATTERN = re.compile(r"(?P<slot>\d+)@(?P<step>\d+)(:(?P<kind>[a-z0-9]+)(@(?P<phase>[a-z]+))?)?")
 
 
@@ -27,7 +31,9 @@ class Failure:
     Attributes:
         slot, step: where and in which step (counted from 1; for phase `recover` the step that is replayed, for
             `checkpoint` the one that is saved: a file of it is written and not yet reported).
-        kind: kill (SIGKILL), stop (SIGSTOP), exit0 (`os._exit(0)`) or exception.
+        kind: kill (SIGKILL), stop (SIGSTOP), exit0 (`os._exit(0)`), exception, gil (a call into C that keeps the
+            interpreter's lock: no thread of the process runs any more), busy (a loop that ends never; other threads
+            run) or slow (three times the computing time, in this step and the two after it; no failure).
         phase: which part of the step, see PHASES.
     """
 
@@ -71,9 +77,11 @@ class Injector:
         self._mine = [(index, failure) for index, failure in enumerate(failures) if failure.slot == slot]
         self._store = store
         self._announce = announce
+        self._slowness = Slowness()
 
     def at(self, phase: str, step: int) -> None:
         """Fail here if that was asked for."""
+        self._slowness.pause(step)
         for index, failure in self._mine:
             if (failure.phase, failure.step) != (phase, step):
                 continue
@@ -81,18 +89,59 @@ class Injector:
             if self._store.compare_and_set(injected_key(index), "", now) != now:
                 continue  # it has fired before: this is the replay
             self._announce(f"injected failure {failure}")
-            _fail(failure)
+            if failure.kind == "slow":
+                self._slowness.begin(step)
+            else:
+                fail(failure)
 
 
-def _fail(failure: Failure) -> None:
+class Slowness:
+    """Makes a slot that works take longer. Whoever is not slow yet pays for one comparison."""
+
+    def __init__(self) -> None:
+        self._until = 0
+        self._used_s: dict[int, float] = {}  # thread -> processor time at its last pause
+
+    def begin(self, step: int) -> None:
+        """From here on, for SLOW_STEPS steps."""
+        self._until = step + SLOW_STEPS
+        self._used_s = {threading.get_ident(): time.thread_time()}
+
+    def pause(self, step: int) -> None:
+        """Sleep as long as makes what this thread has computed since the last pause take SLOW_FACTOR times as long."""
+        if step >= self._until:
+            return
+        thread = threading.get_ident()
+        time.sleep((SLOW_FACTOR - 1) * max(0.0, time.thread_time() - self._used_s.get(thread, time.thread_time())))
+        self._used_s[thread] = time.thread_time()
+
+
+def fail(failure: Failure) -> None:
+    """Fail now, in this thread. Returns only from a kind that hangs, and never in practice.
+
+    Raises:
+        InjectedError: the failure of kind `exception`.
+    """
     if failure.kind == "kill":
         os.kill(os.getpid(), signal.SIGKILL)
     elif failure.kind == "stop":
         os.kill(os.getpid(), signal.SIGSTOP)
     elif failure.kind == "exit0":
         os._exit(0)
+    elif failure.kind == "gil":
+        hold_interpreter_lock(_LONG_S)
+    elif failure.kind == "busy":
+        while True:
+            pass
     else:
         raise InjectedError(f"injected failure {failure}")
+
+
+def hold_interpreter_lock(seconds: int) -> None:
+    """Sleep in C without giving up the interpreter's lock, as a badly written extension does."""
+    libc = ctypes.PyDLL(None)  # unlike CDLL it keeps the lock
+    while seconds := libc.sleep(seconds):
+        pass  # a signal came
 
 
 def fired(failures: Sequence[Failure], store: ControlStore) -> dict[int, float]:

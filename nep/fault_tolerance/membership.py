@@ -61,6 +61,7 @@ def agree(
     timeouts: Timeouts,
     decide: Callable[[Mapping[int, Progress], set[int]], Decision],
     incarnations: Mapping[int, int] | None = None,
+    silent_s: float | None = None,
 ) -> Decision:
     """Post this slot's record and return the decision that founds `generation`.
 
@@ -72,6 +73,8 @@ def agree(
         own: what this slot can prove.
         decide: makes the decision from the live members' records and the dead slots; any slot may be the one.
         incarnations: see `dead_members`.
+        silent_s: after which a slot that has not posted is fenced; by default the longest time that it may compute.
+            Less if it has been waited for so long already.
 
     Raises:
         Drained: the decision says that this slot may leave.
@@ -82,7 +85,7 @@ def agree(
     """
     store.set(record_key(generation, own.slot), own.to_json())
     deadline = time.monotonic() + timeouts.agree_s
-    fence_at = time.monotonic() + timeouts.wait_s
+    fence_at = time.monotonic() + (timeouts.wait_s if silent_s is None else silent_s)
     look_at = time.monotonic() + _LOOK_S
     ready_since: float | None = None
     while True:

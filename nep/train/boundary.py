@@ -39,7 +39,8 @@ class Boundary:
         Raises:
             Fault: a change was not completed; or on purpose, so that the next generation begins.
         """
-        self._trainer.preemption.tell()
+        if self._trainer.preemption is not None:
+            self._trainer.preemption.tell()
         self.balance.observe()
         self._obey_requests()
         self._change_plan()

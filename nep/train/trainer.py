@@ -94,7 +94,7 @@ class Trainer:
         self._subject: Subject
         self._checkpoints: Checkpoints
         self._alerts = Alerts(config.on_alert)
-        self.preemption: Preemption
+        self.preemption: Preemption | None = None
 
     # What hooks may read.
 
@@ -155,6 +155,8 @@ class Trainer:
             return 1
         finally:
             self._alerts.finish()
+            if self.preemption is not None:
+                self.preemption.finish()
 
     def _end_early(self, why: str, say: Callable[[str], None]) -> int:
         line, code = self._checkpoints.end(why)
@@ -292,7 +294,8 @@ class Trainer:
         config = self.config
         self.run_state = run = make_run(config, job, store, lines, state, progress, self._announce)
         run.story = (self._tell, self._take)
-        self.preemption = notice = Preemption(self._signals, run, config.checkpoint_dir is not None, self._announce)
+        can_stop, health = config.checkpoint_dir is not None, config.health_watch(job)
+        self.preemption = notice = Preemption(self._signals, health, run, can_stop, self._announce)
         run.stop_requested = lambda: self._signals.received is not None or notice.ends_job()
         self._checkpoints = Checkpoints(config, self._subject, run, self._announce, lambda: self.validation_losses[:1])
         self._board = StepBoard(run.connections)

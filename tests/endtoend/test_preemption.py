@@ -57,3 +57,13 @@ def test_a_job_whose_slots_all_get_a_notice_stops_with_a_checkpoint(small_job: S
     assert 1 <= saved.step < 6
     again = small_job.run(4, *options, folder=tmp_path / "again")
     assert again.result is not None and again.result["resumed_step"] == saved.step
+
+
+def test_a_slot_whose_health_check_complains_leaves(small_job: SmallJob, tmp_path: Path) -> None:
+    check = tmp_path / "check"
+    check.write_text("#!/bin/sh\n[ $1 != 1 ] || { echo ECC errors on device $2; exit 3; }\n")
+    check.chmod(0o755)
+    options = ["--replicas", "2", "--health-check", f"{check} {{slot}} {{local}}", "--health-every-s", "0.01"]
+    outcome = small_job.run(4, *options, folder=tmp_path)
+    assert reasons(outcome) == ["start", "slots [1] are drained"]
+    assert "slot 1: health check: ECC errors on device 1: this slot leaves after the next step" in outcome.output

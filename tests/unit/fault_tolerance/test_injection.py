@@ -4,7 +4,10 @@ from __future__ import annotations
 
 import itertools
 import os
+import select
 import signal
+import threading
+import time
 from datetime import timedelta
 
 import pytest
@@ -13,7 +16,17 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from nep.fault_tolerance.control_store import ControlStore, injected_key
-from nep.fault_tolerance.injection import KINDS, PHASES, Failure, InjectedError, Injector, fired
+from nep.fault_tolerance.injection import (
+    KINDS,
+    PHASES,
+    SLOW_FACTOR,
+    SLOW_STEPS,
+    Failure,
+    InjectedError,
+    Injector,
+    Slowness,
+    fired,
+)
 
 
 @pytest.fixture(scope="module")
@@ -136,3 +149,60 @@ def test_failures_are_real(store: ControlStore, kind: str, ended_by: int) -> Non
     else:
         found = os.waitstatus_to_exitcode(status)
     assert found == ended_by
+
+
+@pytest.mark.parametrize(("kind", "others_run"), [("gil", False), ("busy", True)])
+def test_hangs_keep_the_lock_or_give_it_to_other_threads(store: ControlStore, kind: str, others_run: bool) -> None:
+    class Recorded(ControlStore):
+        """The child must not use its parent's connection."""
+
+        def compare_and_set(self, key: str, expected: str, value: str) -> str:
+            return value
+
+    injector = Injector([Failure(slot=0, step=1, kind=kind)], 0, Recorded(store._store, ""), lambda line: None)
+    reading, writing = os.pipe()
+    pid = os.fork()
+    if pid == 0:
+        begun = threading.Event()
+
+        def count() -> None:
+            begun.wait()
+            for _ in range(3):
+                time.sleep(0.05)
+                os.write(writing, b"x")
+
+        threading.Thread(target=count, daemon=True).start()
+        begun.set()
+        injector.at("forward", 1)
+        os._exit(9)  # it went on
+    try:
+        ready, _, _ = select.select([reading], [], [], 5.0 if others_run else 0.5)
+        assert bool(ready) == others_run
+        assert os.waitpid(pid, os.WNOHANG) == (0, 0), "it hangs"
+    finally:
+        os.kill(pid, signal.SIGKILL)
+        os.waitpid(pid, 0)
+        os.close(reading)
+        os.close(writing)
+
+
+def compute(seconds: float) -> None:
+    end = time.thread_time() + seconds
+    while time.thread_time() < end:
+        pass
+
+
+def test_a_slow_slot_takes_three_times_as_long_for_three_steps(monkeypatch: pytest.MonkeyPatch) -> None:
+    slept: list[float] = []
+    monkeypatch.setattr(time, "sleep", slept.append)
+    slowness = Slowness()
+    slowness.pause(4)
+    assert not slept
+    slowness.begin(5)
+    for step in range(5, 5 + SLOW_STEPS):
+        compute(0.02)
+        slowness.pause(step)
+    assert len(slept) == SLOW_STEPS
+    assert all((SLOW_FACTOR - 1) * 0.02 <= seconds < (SLOW_FACTOR - 1) * 0.03 for seconds in slept), slept
+    slowness.pause(5 + SLOW_STEPS)
+    assert len(slept) == SLOW_STEPS
