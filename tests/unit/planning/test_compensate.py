@@ -7,14 +7,17 @@ from dataclasses import replace
 
 import pytest
 
+from nep.planning.boost import boost_by_watts
 from nep.planning.cluster import Cluster
 from nep.planning.compensate import LEVERS, Compensation, compensate, merge_replicas
 from nep.planning.cost.hardware import HardwareProfile, Link
 from nep.planning.cost.workload import Workload
 from nep.planning.plan import Plan
 from nep.planning.planner import plan_from_scratch
+from nep.planning.power import PowerSlot
 from nep.planning.search.request import Limits, PlanRequest
 from nep.planning.shapes import ModelShape, parameter_lines, preset
+from nep.planning.speed_curve import boosted
 from nep.planning.validation import check_runnable
 
 SHAPE = replace(preset("mixtral-8x7b"), num_layers=1, vocab_size=16)
@@ -137,3 +140,15 @@ def test_merging_keeps_what_everybody_holds() -> None:
     assert merged.replicas == ((0, 1, 2, 3), (4, 5, 6, 7)) and merged.holders is plan.holders
     assert [lane.replica for lane in merged.lanes] == [0] * 4 + [1] * 4
     assert merge_replicas(plan, {slot: slot for slot in range(8)}) is plan
+
+
+def test_watts_of_the_domain_help_the_slow_slot() -> None:
+    def board(slot: int, max_w: int) -> PowerSlot:
+        return PowerSlot(slot=slot, domain=0, curve=boosted(700, 910), default_w=700, min_w=200, max_w=max_w)
+
+    boost = boost_by_watts({slot: board(slot, 910) for slot in range(SLOTS)}, budgets_w={0: 8 * 700 + 210})
+    found = compensate(request(1, {3: 0.8}), boost=boost)
+    assert found.lever == "power" and 900_000 < found.speeds_ppm[3] < 1_000_000
+    assert found.after_s < compensate(request(1, {3: 0.8})).after_s
+    full = boost_by_watts({slot: board(slot, 700) for slot in range(SLOTS)}, budgets_w={0: 8 * 700})
+    assert compensate(request(1, {3: 0.8}), boost=full).speeds_ppm[3] <= 801_000
