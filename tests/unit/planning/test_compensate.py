@@ -74,8 +74,11 @@ def test_in_one_replica_batch_shares_are_not_enough_and_experts_are_cut() -> Non
 def test_replicas_of_one_domain_share_their_copies_where_experts_may_not_be_cut() -> None:
     whole = Limits(fractions=False)
     found = compensate(request(2, {3: 2 / 3}, limits=whole))
-    assert found.lever == "copies" and len(found.plan.replicas) == 1 and found.moved_bytes == 0
-    assert "experts may not be cut" in found.line
+    assert found.lever == "copies" and len(found.plan.replicas) == 1 and "experts may not be cut" in found.line
+    assert found.ideal_s / found.after_s > 0.97
+    check_runnable(found.plan, parameter_lines(SHAPE), slots=range(SLOTS), global_batch_size=256)
+    by_batch = compensate(request(2, {3: 2 / 3}, limits=whole), levers=("batch",))
+    assert by_batch.ideal_s / by_batch.after_s < 0.9, "the replica with the slow slot still waits for it"
     apart = Cluster.uniform(SLOTS, 4).with_speeds({3: 666_667})
     far = compensate(request(2, {3: 2 / 3}, limits=whole, cluster=apart))
     assert far.lever == "batch" and "no two replicas are in one scale-up domain" in far.line
