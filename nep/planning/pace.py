@@ -23,6 +23,8 @@ Floats = NDArray[np.float64]
 
 FULL_SPEED_PPM = 1_000_000
 
+_SETTLED_STEPS = 8
+
 
 @dataclass(frozen=True, kw_only=True)
 class PaceConfig:
@@ -187,9 +189,17 @@ class PaceMeter:
         # Differences of two steps, and from the median of their sizes: neither a change of pace nor a hiccup counts.
         return median(self._noise) / (0.6745 * math.sqrt(2)) if self._noise else 0.0
 
-    def expected_s(self, work: Sequence[float]) -> float:
-        """What some work takes at full speed, by the prices learned; 0 before the first step."""
-        return 0.0 if self._prices is None else float(np.asarray(work, dtype=np.float64) @ self._prices)
+    @property
+    def is_settled(self) -> bool:
+        """Whether averages are of several steps and no slot is about to be found to have changed."""
+        return bool(self._slots) and all(
+            slot.count >= _SETTLED_STEPS and max(slot.sums) < self.config.threshold / 2 for slot in self._slots.values()
+        )
+
+    @property
+    def prices(self) -> tuple[float, ...] | None:
+        """Seconds of a unit of each kind of work at full speed; None before the first step."""
+        return None if self._prices is None else tuple(self._prices.tolist())
 
     # One step.
 

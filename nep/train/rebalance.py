@@ -222,13 +222,13 @@ class Balance:
         speeds = self._speeds()
         if config.compensate == "auto" and not rests and self._is_news(speeds):
             self._thought = speeds
-            if self._propose(*self._proposals().compensation(self._situation(speeds))):
+            if self._propose("compensation", lambda: self._proposals().compensation(self._situation(speeds))):
                 return
         if due and not rests:
             self._due = False
             log.info("router over the last steps: %s", self.statistics.imbalance())
             known = dict(zip(trainer.plan.slots, trainer.plan.speeds_ppm, strict=True))
-            self._propose(*self._proposals().rebalance(self._situation(known)))
+            self._propose("rebalance", lambda: self._proposals().rebalance(self._situation(known)))
 
     def _speeds(self) -> dict[int, int]:
         """Speeds as a plan should know them."""
@@ -241,6 +241,8 @@ class Balance:
         if set(speeds) != set(plan.slots):
             return False
         planned = dict(zip(plan.slots, plan.speeds_ppm, strict=True))
+        if not self._news and not self.meter.is_settled:
+            return False  # an average on its way to something
         least = _NEWS if self._news else max(_NEWS, 3 * self.meter.noise)
 
         def differs(others: Mapping[int, int]) -> bool:
@@ -257,15 +259,24 @@ class Balance:
             cluster=trainer.run_state.cluster.with_speeds(speeds),
             loads=self.statistics.loads(),
             seconds=self._seconds,
+            prices=self.meter.prices,
         )
 
-    def _propose(self, plan: Plan | None, adjustment: Adjustment) -> bool:
+    def _propose(self, kind: str, ask: Callable[[], tuple[Plan | None, Adjustment]]) -> bool:
+        """Ask, and propose what comes of it. A planner that finds no plan, or a store that is away, costs no step."""
         self._news = False
-        if plan is None:
-            self._announce(adjustment.announcement)
+        start = time.perf_counter()
+        try:
+            plan, adjustment = ask()
+            if plan is None:
+                self._announce(adjustment.announcement)
+                return False
+            self._pending = propose(self._trainer.run_state, plan, adjustment.why_json())
+        except (ValueError, RuntimeError) as error:
+            self._announce(f"{kind} after step {self._trainer.step}: skip: {error}")
             return False
-        self._pending = propose(self._trainer.run_state, plan, adjustment.why_json())
-        log.info("proposed as request %d: %s", self._pending, adjustment.why)
+        spent_s = time.perf_counter() - start
+        log.info("planned in %.3f s, proposed as request %d: %s", spent_s, self._pending, adjustment.why)
         return True
 
     def _proposals(self) -> Proposals:

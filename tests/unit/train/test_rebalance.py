@@ -22,6 +22,7 @@ from nep.planning.planner import plan_from_scratch
 from nep.planning.shapes import parameter_lines, preset
 from nep.planning.stages import reached
 from nep.planning.validation import check_runnable
+from nep.train import proposals
 from nep.train.balance_config import BalanceConfig
 from nep.train.config import TrainConfig
 from nep.train.rebalance import Balance
@@ -210,6 +211,19 @@ def test_a_proposal_for_another_plan_is_void() -> None:
     job.run(4)
     assert job.plans == [13], "the next look finds it again"
     assert reached(job.plan, replace(job.plan, number=99))
+
+
+def test_a_planner_that_finds_nothing_costs_no_step(monkeypatch: pytest.MonkeyPatch) -> None:
+    def refuse(request: object) -> None:
+        raise ValueError("nothing fits into memory")
+
+    monkeypatch.setattr(proposals, "make_plan", refuse)
+    job = Job(BalanceConfig(rebalance_every=6, hardware=PROFILE))
+    job.run(13)
+    assert not job.plans
+    assert [line for line in job.said if "skip: nothing fits" in line] == [
+        f"rebalance after step {step}: skip: nothing fits into memory" for step in (6, 12)
+    ]
 
 
 def test_nothing_is_proposed_for_the_last_step() -> None:
