@@ -6,7 +6,7 @@ Measured is the time from the kill to the next committed step, and until all ran
 Examples:
     python scripts/bench_recovery.py
     python scripts/bench_recovery.py --ranks 4 --kills 3 --peers nep --json
-    python scripts/bench_recovery.py --torchft-python ENVIRONMENT/bin/python --out recovery.json
+    python scripts/bench_recovery.py --torchft-python ENVIRONMENT/bin/python --page docs/benchmarks/recovery.md
 """
 
 from __future__ import annotations
@@ -29,6 +29,7 @@ from nep.testing.jobs import REPOSITORY
 from nep.testing.machine import machine_text
 from nep.testing.recovery_bench.compare import KINDS, cases_of, measure
 from nep.testing.recovery_bench.kills import Pace
+from nep.testing.recovery_bench.markdown import BEGIN, replace_results
 from nep.testing.recovery_bench.pages import broken_promises, picture, ratios, target_table, targets
 
 BAD_INPUT = 2
@@ -53,6 +54,8 @@ class RecoveryOptions:
     """Of victims and moments."""
     out: Path | None = None
     """File of the results, JSON. One that is there is added to: jobs in it that are measured now are replaced."""
+    page: Path | None = None
+    """Markdown page whose tables are written anew (docs/benchmarks/recovery.md)."""
     keep: Path | None = None
     """Folder for what the jobs leave behind (journals, logs); by default nothing is kept."""
     json: bool = False
@@ -92,6 +95,8 @@ def main(arguments: list[str] | None = None) -> int:
         if options.out is not None:
             _write(options.out, _report(options, _merged(earlier, results), left_out))
     report = _report(options, _merged(earlier, results), left_out)
+    if options.page is not None:
+        replace_results(options.page, report)
     width = max(terminal_width(), 110)
     print_text(f"{picture(report['results'], width)}\n\n{target_table(report['targets'], width)}")
     print_text("\n".join(["", report["machine"], *(f"BROKEN: {line}" for line in report["broken"])]))
@@ -122,6 +127,8 @@ def _checked(options: RecoveryOptions) -> tuple[list[int], list[str]]:
         errors.append(
             f"torchft_python ({python}) cannot import torchft; install torchft-nightly there, or leave it out"
         )
+    if options.page is not None and (not options.page.is_file() or BEGIN not in options.page.read_text()):
+        errors.append(f"page ({options.page}) must be a file with the line {BEGIN!r}")
     if options.keep is not None and options.keep.exists() and any(options.keep.iterdir()):
         errors.append(f"keep ({options.keep}) must be an empty folder or none yet")
     if errors:

@@ -113,8 +113,8 @@ class Saver:
         if self._stuck_at != moved_at:
             self._stuck_at = moved_at
             self._messages.append(
-                f"slot {self._slot} has been busy with one file of a checkpoint for more than {self.config.stall_s:g} s "
-                "and is not waited for; see whether its file system answers"
+                f"slot {self._slot} has been busy with one file of a checkpoint for more than "
+                f"{self.config.stall_s:g} s and is not waited for; see whether its file system answers"
             )
         return True
 

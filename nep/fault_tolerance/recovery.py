@@ -70,7 +70,7 @@ def rendezvous(run: SlotRun, generation: int, waiter: Waiter) -> Rendezvous:
         generation=generation,
         slot=run.slot,
         store=connection.torch_store(run.recipe.timeouts.rebuild_s),
-        device=run.device,
+        transport=run.transport,
         waiter=waiter,
         group_timeout_s=run.recipe.timeouts.group_s,
         rebuild_timeout_s=run.recipe.timeouts.rebuild_s,
@@ -162,9 +162,10 @@ def _agree(run: SlotRun, number: int, members: tuple[int, ...], silent_s: float 
     decision = agree(run.store, number + 1, members, own, run.recipe.timeouts, decide, run.incarnations, silent_s)
     if decision.action == "checkpoint":
         axis, lo, hi = decision.lost[0]
-        lost_slots = sorted(set(run.state.plan.slots) - set(decision.members))
+        lost_slots = sorted(set(run.state.plan.slots) - set(decision.members) | set(decision.returners))
+        together = "together" if len(lost_slots) > 1 else "before mirrors were complete again"
         raise CheckpointNeeded(
-            f"slots {lost_slots} were lost together, and with them owner and "
+            f"slots {lost_slots} were lost {together}, and with them owner and "
             f"mirror of {len(decision.lost)} intervals (the first: units {lo} to {hi} of {axis}); "
             "the training state can only come from a checkpoint"
         )
@@ -288,7 +289,7 @@ def _describe(recovery: Recovery, run: SlotRun, decision: Decision, members: tup
     if times:
         earliest = min(times)
         recovery.failed_at = earliest if recovery.failed_at is None else min(recovery.failed_at, earliest)
-    recovery.reason = decision.reason
+    recovery.reasons = (*recovery.reasons, decision.reason)
     members_text = ",".join(map(str, decision.members))
     log.warning("generation %d: slots %s, step %d is committed", decision.generation, members_text, decision.committed)
 

@@ -12,11 +12,11 @@ from typing import Any, Protocol
 
 from nep.planning.power import WattsPlan, plan_watts
 from nep.power.controller import LimitsSet, PowerController
-from nep.power.device import PowerDevice, PowerError, PowerReading
+from nep.power.device import PowerDevice, PowerError, PowerReading, usable_range
 from nep.power.health import health_signals, lost_signal
 from nep.power.source import DeviceSource
 from nep.report.command_line import parse_options
-from nep.report.power_options import Board, PowerOptions, WattsQuestion, watts_question
+from nep.report.power_options import Board, JobSlots, PowerOptions, WattsQuestion, watts_question
 from nep.report.power_table import SCHEMA, BoardState, board_object, boards_text, watts_object, watts_text
 from nep.report.readers.cluster_file import slot_list
 from nep.report.terminal import print_text, terminal_width
@@ -110,15 +110,31 @@ def _run(
         _show(options, states)
         return 0
     here = {
-        state.slot: Board(product=devices[state.slot].model, range_w=state.range_w)
+        state.slot: Board(
+            product=devices[state.slot].model,
+            range_w=state.range_w,
+            usable_w=usable_range(state.range_w, state.reading),
+        )
         for state in states
-        if state.range_w is not None
+        if state.range_w is not None and state.reading is not None
     }
     if not here:
         raise RuntimeError(f"no board can be read; {states[0].problem}")
-    question = watts_question(options, here, [slot for slot in devices if slot not in here])
+    question = watts_question(options, here, [slot for slot in devices if slot not in here], _job(options.job))
     plan = plan_watts(question.slots, budgets_w=question.budgets_w)
     return _answer(options, states, question, plan, PowerController(devices, source=source, boards=boards))
+
+
+def _job(name: str | None) -> JobSlots | None:
+    """The running job of this name; None if none is asked for."""
+    if name is None:
+        return None
+    # Loads torch, which nothing else here needs.
+    from nep.fault_tolerance.running_job import RunningJob, find_job
+
+    job = RunningJob(find_job(name))
+    training = frozenset(slot.slot for slot in job.slots() if slot.state in ("training", "leaving"))
+    return JobSlots(num_slots=job.address.num_slots, training=training)
 
 
 def _look(devices: Mapping[int, _NamedDevice], before: dict[int, PowerReading]) -> list[BoardState]:
@@ -158,7 +174,7 @@ def _answer(
     print_text(boards_text(states, terminal_width()) + "\n")
     print_text(watts_text(plan, needed, question.notes, terminal_width()) + "\n")
     readable = {state.slot: state.reading.limit_w for state in states if state.reading is not None}
-    local = {slot: limit for slot, limit in plan.limits_w.items() if readable.get(slot, limit) != limit}
+    local = {slot: limit for slot, limit in plan.changes_w.items() if slot in readable}
     commands = controller.commands(local)
     value: dict[str, Any] = {
         "boards": [board_object(state) for state in states],

@@ -45,10 +45,13 @@ class PowerOptions:
     node's healthy slots do the work of all."""
     failed: SlotList = ""
     """Slots that are broken, besides those that plan and cluster leave out: 3,17 or 0-3,9."""
+    job: Annotated[str | None, tyro.conf.arg(metavar="FILE|HOST:PORT", help_behavior_hint="")] = None
+    """Plan watts for a running job: slots that do not train now count as failed. The job.json in a run folder, or the
+    address of the control store."""
     curve: Annotated[str | None, tyro.conf.arg(metavar="NAME|FILE", help_behavior_hint="")] = None
     """Speed-power curve: a name, or a file of measurements; by default by the board's product name."""
     budget_w: Number = None
-    """Watts for the limits of a node's live boards together; by default what the default limits of all its boards are,
+    """Watts for the limits of a node's live boards together; by default what the limits of all its boards are now,
     without what dead ones may draw."""
     failed_draw_w: Count = 100
     """What a board that is out of use may still draw."""
@@ -69,7 +72,7 @@ class PowerOptions:
         """
         errors = []
         if self.apply and not self.plans:
-            errors.append("--apply needs --plan, --cluster or --failed: something to plan limits for")
+            errors.append("--apply needs --plan, --cluster, --job or --failed: something to plan limits for")
         if self.hold_s is not None and not self.apply:
             errors.append("--hold-s needs --apply")
         if self.rounds is not None and not self.watch:
@@ -88,7 +91,7 @@ class PowerOptions:
     @property
     def plans(self) -> bool:
         """Whether watts are to be planned."""
-        return self.plan is not None or self.cluster is not None or bool(self.failed)
+        return bool(self.plan or self.cluster or self.job or self.failed)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -98,10 +101,12 @@ class Board:
     Attributes:
         product: its name.
         range_w: its limits.
+        usable_w: what a plan may use of them, see `usable_range`.
     """
 
     product: str
     range_w: PowerRange
+    usable_w: PowerRange
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -119,20 +124,39 @@ class WattsQuestion:
     notes: tuple[str, ...]
 
 
-def watts_question(options: PowerOptions, here: Mapping[int, Board], unreadable: Collection[int] = ()) -> WattsQuestion:
+@dataclass(frozen=True, kw_only=True)
+class JobSlots:
+    """The slots of a running job.
+
+    Attributes:
+        num_slots: of the whole job.
+        training: those that train now.
+    """
+
+    num_slots: int
+    training: frozenset[int]
+
+
+def watts_question(
+    options: PowerOptions,
+    here: Mapping[int, Board],
+    unreadable: Collection[int] = (),
+    job: JobSlots | None = None,
+) -> WattsQuestion:
     """Reads the files and puts the question together.
 
     Args:
         options: the command's.
         here: slot -> board, of this machine. Boards of other nodes are taken to be like the first of them.
         unreadable: slots of this machine whose boards do not answer; they count as failed.
+        job: the running job, if one is asked for.
 
     Raises:
         ValueError: with what is wrong, and what to do.
     """
     plan = read_plan(options.plan) if options.plan is not None else None
     notes: list[str] = []
-    cluster = _cluster(options, plan, {*here, *unreadable})
+    cluster = _cluster(options, plan, {*here, *unreadable}, job)
     if strangers := sorted({*here, *unreadable} - {slot.index for slot in cluster.slots}):
         raise ValueError(f"slots {strangers} of this machine are not of the cluster; say --first-slot or --boards")
     cluster = cluster.fail(unreadable)
@@ -152,9 +176,9 @@ def watts_question(options: PowerOptions, here: Mapping[int, Board], unreadable:
             slot=slot,
             domain=nodes[slot],
             curve=curves[boards[slot].product],
-            default_w=boards[slot].range_w.default_w,
-            min_w=boards[slot].range_w.min_w,
-            max_w=boards[slot].range_w.max_w,
+            default_w=boards[slot].usable_w.default_w,
+            min_w=boards[slot].usable_w.min_w,
+            max_w=boards[slot].usable_w.max_w,
             needed_ppm=need,
             speed_ppm=speeds[slot],
         )
@@ -163,13 +187,16 @@ def watts_question(options: PowerOptions, here: Mapping[int, Board], unreadable:
     return WattsQuestion(slots=tuple(slots), budgets_w=_budgets(options, boards, nodes, needed), notes=tuple(notes))
 
 
-def _cluster(options: PowerOptions, plan: Plan | None, here: Collection[int]) -> Cluster:
+def _cluster(options: PowerOptions, plan: Plan | None, here: Collection[int], job: JobSlots | None) -> Cluster:
     if options.cluster is not None:
         cluster = read_cluster(options.cluster)
     else:
-        highest = max(*here, *(plan.slots if plan is not None else ()), *slot_list(options.failed, "failed"), 0)
+        named = [*here, *(plan.slots if plan is not None else ()), *slot_list(options.failed, "failed")]
+        highest = max([*named, job.num_slots - 1 if job is not None else 0])
         size = len(here)
         cluster = Cluster.uniform(-(-(highest + 1) // size) * size, size)
+    if job is not None:
+        cluster = cluster.fail(slot.index for slot in cluster.slots if slot.index not in job.training)
     return cluster.fail(slot_list(options.failed, "failed"))
 
 
@@ -220,6 +247,6 @@ def _budgets(
         return dict.fromkeys((nodes[slot] for slot in needed), options.budget_w)
     unused = dict.fromkeys((slot for slot in boards if slot not in needed), options.failed_draw_w)
     budgets = domain_budgets(
-        {slot: board.range_w.default_w for slot, board in boards.items()}, nodes, failed_draw_w=unused
+        {slot: board.usable_w.default_w for slot, board in boards.items()}, nodes, failed_draw_w=unused
     )
     return {domain: budget for domain, budget in budgets.items() if domain in {nodes[slot] for slot in needed}}

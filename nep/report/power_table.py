@@ -88,7 +88,7 @@ def watts_text(plan: WattsPlan, needed_ppm: Mapping[int, int], notes: Sequence[s
     """What is planned: slots that are alike in one row, then each node that changes, then the job."""
     table = Table(box=None, pad_edge=False, padding=(0, 2, 0, 0))
     table.add_column("slots", no_wrap=True)
-    for heading in ("needed", "default W", "planned W", "speed"):
+    for heading in ("needed", "now W", "planned W", "speed"):
         table.add_column(heading, justify="right", no_wrap=True)
     alike: dict[tuple[int, ...], list[int]] = {}
     for slot, limit in plan.limits_w.items():
@@ -99,7 +99,7 @@ def watts_text(plan: WattsPlan, needed_ppm: Mapping[int, int], notes: Sequence[s
     lines = [rendered(table, width), ""]
     lines += [_domain(domain) for domain in plan.domains if domain.after_w != domain.before_w or domain.bound != "none"]
     lines.append(
-        f"job: pace {_share(min(plan.pace_before_ppm, PPM))} at the default limits, {_share(min(plan.pace_ppm, PPM))} "
+        f"job: pace {_share(min(plan.pace_before_ppm, PPM))} at the limits of now, {_share(min(plan.pace_ppm, PPM))} "
         f"as planned; predicted gain {plan.gain_ppm / PPM - 1:.1%}"
     )
     return "\n".join([*lines, *(f"note: {note}" for note in notes)])
@@ -119,7 +119,7 @@ def board_object(state: BoardState) -> dict[str, Any]:
     value: dict[str, Any] = {"slot": state.slot, "name": state.name, "problem": state.problem}
     for name in ("min_w", "default_w", "max_w"):
         value[name] = None if limits is None else getattr(limits, name)
-    for name in ("limit_w", "draw_w", "temperature_c", "slowdown_c", "clock_mhz", "max_clock_mhz"):
+    for name in ("limit_w", "enforced_w", "draw_w", "temperature_c", "slowdown_c", "clock_mhz", "max_clock_mhz"):
         value[name] = None if reading is None else getattr(reading, name)
     for name in ("ecc_corrected", "ecc_uncorrected"):
         value[name] = None if reading is None else getattr(reading, name)

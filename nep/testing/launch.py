@@ -47,6 +47,7 @@ def main(argv: list[str] | None = None) -> int:
     import nep.train.main  # noqa: F401
 
     start_s = time.monotonic()
+    processes.look_up_hosts_in_files()
     processes.become_subreaper()
     mask = signal.pthread_sigmask(signal.SIG_BLOCK, _WATCHED)
     store_pid, port = _fork_store(mask)

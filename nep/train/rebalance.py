@@ -89,7 +89,7 @@ class Balance:
         self._began = None
         if run.routing is None or run.progress.result is None or run.history.steps[-1].skipped:
             return
-        counts = run.routing.counts_le.numpy()
+        counts = run.routing.counts_le.cpu().numpy()
         self.statistics.update(counts)
         work = self._work_under(trainer.plan)
         self.imbalance[trainer.step] = work.imbalance(counts)

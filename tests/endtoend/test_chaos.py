@@ -15,8 +15,8 @@ from nep.testing.chaos.cases import ONE, PAIR, PHASES, REPLICA, TWO_REPLICAS, Se
 from nep.testing.chaos.play import Shape, Twin, play
 from nep.testing.chaos.verdict import judge
 
-SMALL = Shape(num_slots=4)
-SLACK_S = 4.0
+SMALL = Shape(num_slots=4, base_s=3.0)
+SLACK_S = 10.0
 
 IN_EVERY_RUN = [
     series("a kill in each phase", [("kill", phase, ONE) for phase in PHASES]),
@@ -40,7 +40,7 @@ IN_EVERY_RUN = [
 
 def check(which: Series, shape: Shape, slack_s: float, folder: Path, subtests: pytest.Subtests) -> None:
     twin = Twin.train(which.steps, folder)
-    for verdict in judge(which, play(which, twin, folder / "jobs", shape), twin, slack_s):
+    for verdict in judge(which, play(which, twin, folder / "jobs", shape), twin, base_s=shape.base_s, slack_s=slack_s):
         with subtests.test(verdict.case.name):
             assert not verdict.wrong, f"slots {verdict.slots}, see {folder}"
 

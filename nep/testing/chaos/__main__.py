@@ -23,7 +23,7 @@ import tyro
 
 from nep.report.command_line import parse_options
 from nep.report.terminal import print_text
-from nep.testing.chaos.cases import Series, chosen, matrix
+from nep.testing.chaos.cases import BASE_S, Series, chosen, matrix
 from nep.testing.chaos.page import Result, page, results_in, slug
 from nep.testing.chaos.play import Shape, Twin, play
 from nep.testing.chaos.verdict import judge
@@ -45,6 +45,14 @@ class Options:
     """Page to write from all results."""
     page_only: bool = False
     """Write the page only."""
+    missing: bool = False
+    """Play only series that have no results yet."""
+    budget_s: float = float("inf")
+    """Begin no series after so many seconds."""
+    base_s: float = BASE_S
+    """Base time-out of the jobs. Times are promised for 1 s; a busy machine needs more."""
+    slack_s: float = 0.0
+    """Let answers be so much later than promised, on a busy machine; said on the page."""
     keep: Path | None = None
     """Keep what the jobs wrote in this folder."""
 
@@ -68,27 +76,32 @@ def main(arguments: list[str] | None = None) -> int:
         print(f"chaos: {error}", file=sys.stderr)
         return BAD_INPUT
     options.results.mkdir(parents=True, exist_ok=True)
-    results = []
+    results, start = [], time.monotonic()
     with tempfile.TemporaryDirectory(prefix="chaos-") as scratch:
         for one in wanted:
+            if time.monotonic() - start > options.budget_s:
+                break
+            if options.missing and (options.results / f"{slug(one.name)}.json").exists():
+                continue
             folder = (options.keep or Path(scratch)) / f"{slug(one.name)}-{time.strftime('%H%M%S')}"
-            results.append(played(one, folder, Path(scratch)))
+            results.append(played(one, folder, Path(scratch), base_s=options.base_s, slack_s=options.slack_s))
             results[-1].write(options.results)
             print_text(text(results[-1]))
     options.page.write_text(page(results_in(options.results)))
     return int(any(verdict.wrong for result in results for verdict in result.verdicts))
 
 
-def played(series: Series, folder: Path, twins: Path) -> Result:
+def played(series: Series, folder: Path, twins: Path, *, base_s: float, slack_s: float) -> Result:
     """Play one series.
 
     Args:
         folder: for what the jobs write, fresh.
         twins: folder of trainings without failures, which series of equal length share.
+        base_s, slack_s: see `Options`.
     """
     twin = Twin.train(series.steps, twins)
     machine, start = machine_text("torch"), time.monotonic()
-    jobs = play(series, twin, folder, Shape())
+    jobs = play(series, twin, folder, Shape(base_s=base_s))
     return Result(
         series=series.name,
         date=time.strftime("%Y-%m-%d %H:%M", time.gmtime()),
@@ -96,7 +109,9 @@ def played(series: Series, folder: Path, twins: Path) -> Result:
         commit=_commit(),
         jobs=len(jobs),
         seconds=time.monotonic() - start,
-        verdicts=judge(series, jobs, twin),
+        base_s=base_s,
+        slack_s=slack_s,
+        verdicts=judge(series, jobs, twin, base_s=base_s, slack_s=slack_s),
     )
 
 

@@ -79,13 +79,16 @@ class Case:
         """Whether the job ends with a checkpoint, and the same command goes on from there."""
         return self.kind in (SUPERVISOR, STORE) or self.victims == PAIR
 
-    @property
-    def limit_s(self) -> float:
-        """Within which a loss must be answered: from the last failure to the next committed step."""
-        return BASE_S + 2.0 if self.is_hang else 2.0
+    def limit_s(self, base_s: float) -> float:
+        """Within which a loss must be answered: from the last failure to the next committed step.
+
+        Args:
+            base_s: the job's base time-out.
+        """
+        return base_s + 2.0 if self.is_hang else 2.0
 
 
-BASE_S = 1.0
+BASE_S = 1.0  # what times are promised for
 END_S = 30.0  # until everybody has left a job that ends: then a launcher kills
 
 
@@ -142,5 +145,8 @@ def matrix() -> list[Series]:
 
 
 def chosen(names: Sequence[str]) -> list[Series]:
-    """Series of the matrix whose names begin with one of `names`; all for none."""
-    return [one for one in matrix() if not names or any(one.name.startswith(name) for name in names)]
+    """Series of the matrix whose names begin with one of `names`, in that order; all for none."""
+    found: dict[str, Series] = {}
+    for name in names or ("",):
+        found |= {one.name: one for one in matrix() if one.name.startswith(name) and one.name not in found}
+    return list(found.values())

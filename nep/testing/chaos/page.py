@@ -23,6 +23,7 @@ class Result:
         commit: of the code, with a mark if it was changed.
         jobs: how many processes of torchrun's kind it took, one after the other.
         seconds: all of them together.
+        base_s, slack_s: base time-out, and by how much answers could be late (0 on a quiet machine).
         verdicts: by case.
     """
 
@@ -32,6 +33,8 @@ class Result:
     commit: str
     jobs: int
     seconds: float
+    base_s: float
+    slack_s: float
     verdicts: list[Verdict]
 
     def write(self, folder: Path) -> Path:
@@ -128,12 +131,14 @@ def _failures(results: Sequence[Result]) -> str:
 
 
 def _measured(results: Sequence[Result]) -> str:
-    rows = ["## Where and when", "", "| series | date (UTC) | code | jobs | seconds | machine |"]
-    rows.append("| --- | --- | --- | --- | --- | --- |")
-    rows += [
-        f"| {one.series} | {one.date} | {one.commit} | {one.jobs} | {one.seconds:.0f} | {one.machine} |"
-        for one in results
-    ]
+    rows = ["## Where and when", ""]
+    if any(one.slack_s for one in results):
+        rows += ["Rows with slack were played on a machine that did other things: their times are not judged.", ""]
+    rows.append("| series | date (UTC) | code | base | slack | jobs | seconds | machine |")
+    rows.append("| --- | --- | --- | --- | --- | --- | --- | --- |")
+    for one in results:
+        how = f"{one.base_s:g} s | {one.slack_s:g} s | {one.jobs} | {one.seconds:.0f}"
+        rows.append(f"| {one.series} | {one.date} | {one.commit} | {how} | {one.machine} |")
     missing = [one.name for one in matrix() if one.name not in {result.series for result in results}]
     if missing:
         rows += ["", f"Not played: {'; '.join(missing)}."]
@@ -162,8 +167,8 @@ What is promised when something fails, and what came of it when everything was m
 - **A trainer that dies** (killed, exits with 0, raises) is answered within 2 s: by then the others have committed the
   next step.
 - **A trainer that hangs** (SIGSTOP, an extension that keeps the interpreter's lock, a loop) is answered within the base
-  time-out and 2 s. The base is `--timeout-base-s`, here {BASE_S:g} s; the first step of a generation has three times as
-  long.
+  time-out and 2 s. The base is `--timeout-base-s`, here {BASE_S:g} s if nothing else is said. The first step of a
+  generation has three times as long.
 - **A slot that is merely slow** (three times its computing time, for three steps) is not taken for dead.
 - **Several at once**, a whole replica, and failures inside a recovery are answered like one, as long as every interval
   of the training state keeps its owner or its mirror. They come back, and the job trains at full size again.

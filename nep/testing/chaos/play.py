@@ -29,12 +29,14 @@ class Shape:
     Attributes:
         num_slots: of both nodes together.
         nodes, replicas: how many.
+        base_s: from which every time-out follows.
         timeout_s: of a job.
     """
 
     num_slots: int = 6
     nodes: int = 2
     replicas: int = 2
+    base_s: float = BASE_S
     timeout_s: float = 150.0
 
 
@@ -121,7 +123,7 @@ def _job(part: Series, steps: int, twin: Twin, folder: Path, name: str, shape: S
     part.write(here / "series.json")
     options = f"--chaos {here / 'series.json'} --dtype float64 --steps {steps} --seq-len {SEQ_LEN} --lr {LR}"
     options += f" --global-batch-size {BATCH} --micro-batch-size 2 --warmup-steps {WARMUP} --validation-sequences 2"
-    options += f" --replicas {shape.replicas} --respawn 1000 --timeout-base-s {BASE_S} --data {twin.data}"
+    options += f" --replicas {shape.replicas} --respawn 1000 --timeout-base-s {shape.base_s} --data {twin.data}"
     options += f" --checkpoint-dir {saved} --checkpoint-every {SAVE_EVERY}"
     outcome = run_job(
         shape.num_slots, options.split(), here, script=SCRIPT, nodes=shape.nodes, timeout_s=shape.timeout_s

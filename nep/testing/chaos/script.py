@@ -164,10 +164,10 @@ def install(chaos: Chaos, holds: Callable[[int], bool]) -> None:
     """
     commit_step, init, recovered = trainer.commit_step, runtime.SlotRun.__init__, main._View._recovery
 
-    def held(run: SlotRun, step: int, *rest: Any) -> None:
+    def held(run: SlotRun, step: int, *rest: Any) -> bool:
         if holds(step) and not chaos.is_whole():
             run.current.waiter.wait(_Whole(chaos), f"all slots, in step {step}", _RETURN_S)
-        commit_step(run, step, *rest)
+        return commit_step(run, step, *rest)
 
     def noted(run: Any, **fields: Any) -> None:
         init(run, **fields)

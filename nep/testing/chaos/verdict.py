@@ -8,7 +8,7 @@ from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any, Self
 
-from nep.testing.chaos.cases import END_S, PAIR, Case, Series
+from nep.testing.chaos.cases import BASE_S, END_S, PAIR, Case, Series
 from nep.testing.chaos.play import Played, Twin
 
 LOSS_TOLERANCE, TENSOR_TOLERANCE = 1e-12, 1e-11
@@ -47,19 +47,22 @@ class Verdict:
         return cls(kind=case.kind, phase=case.phase, victims=case.victims, step=case.step)
 
 
-def judge(series: Series, played: Sequence[Played], twin: Twin, slack_s: float = 0.0) -> list[Verdict]:
+def judge(
+    series: Series, played: Sequence[Played], twin: Twin, *, base_s: float = BASE_S, slack_s: float = 0.0
+) -> list[Verdict]:
     """A verdict for each case of a series, and with the last one what is wrong with the whole.
 
     Args:
         series: what was played.
         played: its jobs.
         twin: what losses and weights must equal.
+        base_s: of the jobs.
         slack_s: by how much an answer may be late, for a machine that has other things to do.
     """
     if series.ends_jobs:
         verdicts = _judge_ends(series, played)
     else:
-        verdicts = [_judge_live(case, played[0], slack_s) for case in series.cases]
+        verdicts = [_judge_live(case, played[0], case.limit_s(base_s) + slack_s) for case in series.cases]
     for verdict in verdicts:
         last = verdict is verdicts[-1]
         losses = (played[-1].outcome.result or {}).get("loss", [])
@@ -93,7 +96,7 @@ def _failures(case: Case, job: Played, verdict: Verdict) -> list[dict[str, Any]]
     return failures
 
 
-def _judge_live(case: Case, job: Played, slack_s: float) -> Verdict:
+def _judge_live(case: Case, job: Played, limit_s: float) -> Verdict:
     verdict = Verdict.of(case)
     failures = _failures(case, job, verdict)
     if not failures:
@@ -111,8 +114,8 @@ def _judge_live(case: Case, job: Played, slack_s: float) -> Verdict:
     answers = [one["resumed_at"] for one in here if one["failed_slots"]]
     if lost and answers:
         verdict.answered_s = max(answers) - last
-        if verdict.answered_s > case.limit_s + slack_s:
-            verdict.wrong.append(f"answered after {verdict.answered_s:.2f} s, {case.limit_s:g} s allowed")
+        if verdict.answered_s > limit_s:
+            verdict.wrong.append(f"answered after {verdict.answered_s:.2f} s, {limit_s:g} s allowed")
         whole = [one["resumed_at"] for one in here if one["size"] == _size(job) and one["resumed_at"] > max(answers)]
         if whole:
             verdict.full_size_s = min(whole) - first

@@ -104,6 +104,7 @@ class NepJob(MeasuredJob):
         work = self.work
         train = ["--model", work.preset, "--steps", str(work.steps), "--seed", str(work.seed), "--data", str(TEXT)]
         train += ["--global-batch-size", str(work.batch), "--seq-len", str(work.seq_len), "--moe-backend", "loop"]
+        train += ["--micro-batch-size", str(work.batch)]  # each rank its whole share at once, as the peers do
         train += [
             "--respawn",
             str(self.kills + 1),

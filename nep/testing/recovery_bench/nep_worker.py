@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import dataclasses
 import sys
+import time
 from pathlib import Path
 from typing import Any
 
@@ -69,6 +70,7 @@ class ObservedTrainer(Trainer):
                 samples=committed.samples,
                 sample_hash=committed.sample_hash,
                 rolled=committed is not steps[-1],
+                cpu_s=time.process_time(),
             )
         self._known = len(steps)
 

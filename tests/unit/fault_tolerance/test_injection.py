@@ -15,6 +15,7 @@ import torch.distributed as dist
 from hypothesis import given
 from hypothesis import strategies as st
 
+from nep.fault_tolerance.bit_flip import PARTS
 from nep.fault_tolerance.control_store import ControlStore, injected_key
 from nep.fault_tolerance.injection import (
     KINDS,
@@ -39,12 +40,15 @@ def store(opened: ControlStore, request: pytest.FixtureRequest) -> ControlStore:
     return opened.at_prefix(f"{request.node.name}/")
 
 
-failures = st.builds(
-    Failure,
-    slot=st.integers(0, 10**6),
-    step=st.integers(0, 10**9),
-    kind=st.sampled_from(KINDS),
-    phase=st.sampled_from(PHASES),
+where = {"slot": st.integers(0, 10**6), "step": st.integers(0, 10**9)}
+failures = st.one_of(
+    st.builds(
+        Failure,
+        **where,
+        kind=st.sampled_from([kind for kind in KINDS if kind != "flip"]),
+        phase=st.sampled_from(PHASES),
+    ),
+    st.builds(Failure, **where, kind=st.just("flip"), phase=st.just("backward"), part=st.sampled_from(PARTS)),
 )
 
 
@@ -85,7 +89,8 @@ def test_what_cannot_be_read_is_refused_with_the_form(text: str) -> None:
 
 
 @pytest.mark.parametrize(
-    ("text", "wrong", "possible"), [("2@3:kil", "'kil'", KINDS), ("2@3:kill@lunch", "'lunch'", PHASES)]
+    ("text", "wrong", "possible"),
+    [("2@3:kil", "'kil'", KINDS), ("2@3:kill@lunch", "'lunch'", PHASES), ("2@3:flip@vote", "'vote'", PARTS)],
 )
 def test_unknown_words_are_refused_with_those_that_exist(text: str, wrong: str, possible: tuple[str, ...]) -> None:
     with pytest.raises(ValueError, match=wrong) as caught:
@@ -114,6 +119,16 @@ def test_a_failure_comes_once_in_a_job(store: ControlStore) -> None:
     with pytest.raises(InjectedError):
         Injector(asked, 0, store, said.append).at("forward", 4)
     assert list(fired(asked, store)) == [0, 1]
+
+
+def test_a_bit_is_flipped_once_and_told(store: ControlStore) -> None:
+    said: list[str] = []
+    injector = Injector([Failure.parse("1@4:flip@held")], 1, store, said.append)
+    injector.on_flip = lambda failure: f"a bit of what is {failure.part}"
+    for phase, step in itertools.product(PHASES, range(3, 6)):
+        injector.at(phase, step)
+    injector.at("backward", 4)
+    assert said == ["injected failure 1@4:flip@held", "a bit of what is held"]
 
 
 def test_the_same_failure_asked_for_twice_comes_twice(store: ControlStore) -> None:

@@ -47,7 +47,9 @@ def test_a_proposal_is_read_by_the_others_and_asks_nobody_to_leave() -> None:
 
 
 def test_the_newest_for_the_plan_in_force_counts() -> None:
-    proposals = [Request(kind="plan", slot=0, digest=str(digest), base=base) for digest, base in ((1, 5), (2, 5), (3, 6))]
+    proposals = [
+        Request(kind="plan", slot=0, digest=str(digest), base=base) for digest, base in ((1, 5), (2, 5), (3, 6))
+    ]
     assert newest(proposals, 5) == proposals[1] and newest(proposals, 7) is None
     assert Request.from_json(proposals[2].to_json()) == proposals[2]
 

@@ -8,11 +8,14 @@ import subprocess
 import sys
 import time
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
 
 from nep import cli
+from nep.fault_tolerance import running_job
+from nep.fault_tolerance.running_job import SlotStatus
 from nep.planning.cluster import Cluster
 from nep.planning.planner import plan_after_failure, plan_from_scratch
 from nep.planning.power import PPM
@@ -105,6 +108,21 @@ def test_a_node_alone(capsys: pytest.CaptureFixture[str]) -> None:
     assert {slot["limit_w"] for slot in watts["slots"]} <= {785, 786}
 
 
+def test_a_limit_that_somebody_has_chosen_is_where_a_plan_starts(
+    boards: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    for device in open_file(boards):
+        device.set_limit_w(600)
+    assert run("--simulate", str(boards), "--failed", "3", "--json") == 0
+    watts = last_object(capsys.readouterr().out)["watts"]
+    assert watts["nodes"][0]["budget_w"] == 8 * 600 - 100
+    assert {slot["default_w"] for slot in watts["slots"]} == {600}
+    assert {slot["limit_w"] for slot in watts["slots"]} <= {671, 672}
+    # Nothing is damaged: nothing is touched.
+    assert run("--simulate", str(boards), "--failed", "8") == 0
+    assert "nothing to set on this machine" in capsys.readouterr().out
+
+
 def test_a_slow_slot_of_a_cluster(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     cluster = tmp_path / "cluster.json"
     cluster.write_text(json.dumps({"nodes": 1, "gpus_per_node": 4, "slow": {"2": 0.95}}))
@@ -113,6 +131,26 @@ def test_a_slow_slot_of_a_cluster(tmp_path: Path, capsys: pytest.CaptureFixture[
     limits = [slot["limit_w"] for slot in watts["slots"]]
     assert limits[0] == limits[1] == limits[3] == 700 < limits[2] and watts["keeps_pace"]
     assert watts["slots"][2]["speed_ppm"] >= PPM
+
+
+def test_a_running_job(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
+    """What the control store says of its slots decides who is failed."""
+
+    class Job:
+        def __init__(self, address: object) -> None:
+            assert address == "the address"
+            self.address = SimpleNamespace(num_slots=16)
+
+        def slots(self) -> list[SlotStatus]:
+            states = {3: "down", 9: "drained", 4: "leaving"}
+            return [SlotStatus(slot=slot, state=states.get(slot, "training")) for slot in range(16)]
+
+    monkeypatch.setattr(running_job, "RunningJob", Job)
+    monkeypatch.setattr(running_job, "find_job", lambda name: {"runs/1/job.json": "the address"}[name])
+    assert run("--simulate", "8", "--job", "runs/1/job.json", "--json") == 0
+    watts = last_object(capsys.readouterr().out)["watts"]
+    assert [slot["slot"] for slot in watts["slots"]] == [slot for slot in range(16) if slot not in (3, 9)]
+    assert {slot["needed_ppm"] for slot in watts["slots"]} == {-(-8 * PPM // 7)}
 
 
 def test_limits_are_set_held_and_put_back(boards: Path, capsys: pytest.CaptureFixture[str]) -> None:
@@ -138,7 +176,7 @@ def test_a_command_that_is_ended_puts_limits_back(boards: Path, number: signal.S
             break
     assert open_file(boards)[0].limit_w() == 785
     process.send_signal(number)
-    rest, _ = process.communicate(timeout=20)
+    rest, _ = process.communicate(timeout=60)
     assert ("limits are as they were" in rest) == (number != signal.SIGKILL)
     assert process.returncode == (-number if number == signal.SIGKILL else 0)
     for _ in range(200):
@@ -188,7 +226,8 @@ def test_a_machine_without_boards(monkeypatch: pytest.MonkeyPatch, capsys: pytes
 @pytest.mark.parametrize(
     ("arguments", "why"),
     [
-        (["--apply"], "--apply needs --plan, --cluster or --failed"),
+        (["--apply"], "--apply needs --plan, --cluster, --job or --failed"),
+        (["--simulate", "2", "--job", "no/such"], "is no file; name the job.json"),
         (["--hold-s", "3"], "--hold-s needs --apply"),
         (["--rounds", "3"], "--rounds needs --watch"),
         (["--watch", "--apply", "--failed", "1"], "do not go together"),

@@ -16,6 +16,7 @@ from nep.testing.recovery_bench.compare import NEP_SPREAD, NEP_WHOLE, RESTART, T
 from nep.testing.recovery_bench.figures import Figures, Kill, ledger
 from nep.testing.recovery_bench.journal import Event, Journal, Mark, Marks, Reader
 from nep.testing.recovery_bench.kills import Pace
+from nep.testing.recovery_bench.markdown import BEGIN, END, replace_results
 from nep.testing.recovery_bench.pages import broken_promises, picture, ratios, targets
 from nep.testing.recovery_bench.restart_worker import load, plain_job, save
 from nep.testing.recovery_bench.work import Work
@@ -147,20 +148,42 @@ def test_the_plain_job_goes_on_from_its_checkpoint(tmp_path: Path) -> None:
 
 
 def result(kind: str, ranks: int, seconds: float, **more: object) -> dict[str, object]:
-    facts = {"lost_steps": 0, "lost_samples": 0, "repeated_samples": 0, "disagreements": 0}
+    facts = {"machine": "a machine", "when": "2026-11-30 12:00"}
+    facts |= {"lost_steps": 0, "lost_samples": 0, "repeated_samples": 0, "disagreements": 0}
     summary = Figures.of(nep_events(), [killed()], 2).summary()
     for name in ("recovery_s", "caught_up_s", "full_size_s"):
         summary[name] = {"p50": seconds, "p95": 2 * seconds, "all": [seconds]}
     return {**summary, **facts, "kind": kind, "ranks": ranks, **more}
 
 
-def test_each_peer_is_compared_with_its_own_layout() -> None:
+def test_each_peer_is_compared_with_its_own_layout(tmp_path: Path) -> None:
     results = [result(NEP_SPREAD, 4, 0.2), result(NEP_WHOLE, 4, 0.1), result(RESTART, 4, 5.0)]
-    results += [result(TORCHFT_TUNED, 4, 0.5), {"kind": RESTART, "ranks": 8, "failed": "it never came back"}]
+    failed = {"kind": RESTART, "ranks": 8, "failed": "it never came back", "machine": "another", "when": "2026-11-30"}
+    results += [result(TORCHFT_TUNED, 4, 0.5), failed]
     assert [(one["kind"], one["recovery"]) for one in ratios(results)] == [(RESTART, 25.0), (TORCHFT_TUNED, 5.0)]
     assert all(one["met"] for one in targets(results))
+    slow = {**results[0], "inside_collective": {"p50": 0.5}, "between_collectives": {"p50": 0.4}}
+    (place,) = [one for one in targets([slow]) if "inside" in one["target"]]
+    assert place["value"] == pytest.approx(1.25) and not place["met"]
     assert not broken_promises(results)
     text = picture(results, 140)
+    page = tmp_path / "page.md"
+    page.write_text("before")
+    with pytest.raises(ValueError, match="has no lines"):
+        replace_results(page, {})
+    report = {
+        "results": results,
+        "ratios": ratios(results),
+        "targets": targets(results),
+        "broken": [],
+        "commit": "c0ffee",
+    }
+    page.write_text(f"before\n{BEGIN}\nold\n{END}\nafter\n")
+    for _ in range(2):
+        replace_results(page, report)
+    written = page.read_text()
+    assert written.startswith("before") and written.endswith("after\n") and "old" not in written
+    assert "| torchrun restart | nep, experts spread | 4 | 25.0 | 25.0 | 25.0 |" in written
     assert "it never came back" in text and "inside a collective" in text
     results[0]["lost_samples"] = 16
     results[1] = {"kind": NEP_WHOLE, "ranks": 4, "failed": "it hangs"}
