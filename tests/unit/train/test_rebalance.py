@@ -158,7 +158,7 @@ def test_off_measures_and_changes_nothing() -> None:
 def test_loud_measurements_do_not_make_plans_flap() -> None:
     job = Job(auto(), 4)
     job.noise, job.slow = 0.15, {1: 1.8}
-    job.run(90)
+    job.run(60)
     assert 1 <= len(job.plans) <= 3 and shares(job.plan)[1] < shares(job.plan)[0]
 
 
