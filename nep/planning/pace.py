@@ -25,6 +25,9 @@ FULL_SPEED_PPM = 1_000_000
 
 _SETTLED_STEPS = 8
 
+_LEARN_EVERY = 4
+"""Steps from one fit of prices to the next, once there are some: they change slowly."""
+
 
 @dataclass(frozen=True, kw_only=True)
 class PaceConfig:
@@ -253,6 +256,8 @@ class PaceMeter:
         """Prices of work, from the last steps of all slots, each at the speed that it is known to have."""
         slower = np.array([math.exp(self._slots[slot].level) if slot in self._slots else 1.0 for slot in slots])
         self._rows.append((table, seconds / slower))
+        if self._prices is not None and self.steps > _SETTLED_STEPS and self.steps % _LEARN_EVERY:
+            return
         works = np.concatenate([rows for rows, _ in self._rows])
         taken = np.concatenate([took for _, took in self._rows])
         self._prices = fit_prices(works, taken)
@@ -305,6 +310,8 @@ def _non_negative(rows: Floats, wanted: Floats) -> Floats:
             part = np.linalg.lstsq(gram[np.ix_(chosen, chosen)], right[list(chosen)], rcond=1e-12)[0]
             if (part < 0).any():
                 continue
+            if number == kinds:
+                return np.asarray(part / size, dtype=np.float64)  # nothing was excluded: there is no better one
             miss = float(part @ gram[np.ix_(chosen, chosen)] @ part - 2 * part @ right[list(chosen)])
             if miss < least:
                 best, least = np.zeros(kinds), miss

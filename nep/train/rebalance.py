@@ -14,6 +14,7 @@ import time
 from collections.abc import Callable, Mapping
 from typing import TYPE_CHECKING
 
+from nep.fault_tolerance.control_store import FIRST_GENERATION
 from nep.fault_tolerance.proposals import newest, propose, read_plan
 from nep.fault_tolerance.vote import unpack_records
 from nep.planning.compensate import Boost
@@ -100,6 +101,8 @@ class Balance:
             slot: value if slot not in self._seconds else 0.7 * self._seconds[slot] + 0.3 * value
             for slot, value in seconds.items()
         }
+        if not (self._config.acts or trainer.reports):
+            return  # nothing will come of it, and one slot that measures is enough
         for change in self.meter.observe(seconds, work.of(counts)):
             self._news = True
             self._say(f"pace after step {trainer.step}: {change}")
@@ -162,14 +165,13 @@ class Balance:
     def _begin(self, generation: int) -> None:
         """A new generation: nothing is under way in it."""
         run = self._trainer.run_state
-        after_failure = self._generation > 0
         self._generation, self._handled, self._pending = generation, run.history.request, 0
         self._first_step, self._changed_at, self._thought = self._trainer.step, self._trainer.step, {}
         self.forget()
         self._seconds, self._work, self._began = {}, None, None
         self.meter = PaceMeter(self._config.pace)
         self._walls.clear()
-        self._due = after_failure and self._config.rebalance_every > 0
+        self._due = generation > FIRST_GENERATION and self._config.rebalance_every > 0
 
     def _start(self, adjustment: Adjustment) -> None:
         adjustment.step, adjustment.before_s = self._trainer.step, self._walls.median()
