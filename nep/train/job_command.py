@@ -95,6 +95,7 @@ def _status(job: RunningJob) -> dict[str, Any]:
         "step": progress.get("step", 0),
         "steps": progress.get("steps"),
         "loss": progress.get("loss"),
+        "unprotected_since_step": progress.get("unprotected"),
         "slots": [dataclasses.asdict(slot) for slot in job.slots()],
     }
 
@@ -107,6 +108,11 @@ def _page(found: dict[str, Any]) -> str:
         f"job {found['run_id']} at {found['store_address']}: {state}",
         f"step {found['step']}{of}{loss}; generation {found['generation']} ({found['reason']})",
     ]
+    if found["unprotected_since_step"] is not None:
+        lines.append(
+            f"unprotected since step {found['unprotected_since_step']}: some state is held once, and the loss of its "
+            "owner means a checkpoint"
+        )
     for slot in found["slots"]:
         lines.append(f"  slot {slot['slot']:<4} {slot['state']:<10} {slot['detail']}".rstrip())
     return "\n".join(lines)

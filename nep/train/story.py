@@ -14,6 +14,7 @@ import torch
 from nep.fault_tolerance.corruption import Corruption
 from nep.fault_tolerance.history import Committed, History
 from nep.fault_tolerance.timeline import Recovery
+from nep.train.protection import Protection
 
 SCHEMA = 2
 _LENGTH = struct.Struct("<Q")
@@ -37,6 +38,7 @@ class Story:
         validation_losses: so far.
         full_size_s: see `nep.train.trainer.Trainer`.
         short_since: when the job last lost a slot, if it is not complete again; seconds since the epoch.
+        protection: see there.
         resumed_step: that of the checkpoint which the job began with, or 0.
         stopping: the job ends after the last committed step.
         first_plan: canonical JSON.
@@ -50,6 +52,7 @@ class Story:
     validation_losses: list[float] = field(default_factory=list)
     full_size_s: list[float] = field(default_factory=list)
     short_since: float | None = None
+    protection: Protection = field(default_factory=Protection)
     resumed_step: int = 0
     stopping: bool = False
     first_plan: str = ""
@@ -71,6 +74,7 @@ class Story:
                 "validation_losses": self.validation_losses,
                 "full_size_s": self.full_size_s,
                 "short_since": self.short_since,
+                "protection": dataclasses.asdict(self.protection),
                 "resumed_step": self.resumed_step,
                 "stopping": self.stopping,
                 "first_plan": self.first_plan,
@@ -114,6 +118,7 @@ class Story:
             validation_losses=value["validation_losses"],
             full_size_s=value["full_size_s"],
             short_since=value["short_since"],
+            protection=Protection(**value["protection"]),
             resumed_step=value["resumed_step"],
             stopping=value["stopping"],
             first_plan=value["first_plan"],
