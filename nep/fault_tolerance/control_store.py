@@ -102,6 +102,11 @@ def request_key(number: int) -> str:
     return f"request/{number}"
 
 
+def plan_key(digest: str) -> str:
+    """Canonical JSON of a plan that was proposed, by its digest."""
+    return f"plan/{digest}"
+
+
 def corruption_key(step: int, slot: int) -> str:
     """Which slot asks that `slot` be drained, whose memory was found wrong in the vote of `step` (decimal)."""
     return f"corruption/{step}/{slot}"

@@ -42,6 +42,7 @@ class Story:
         resumed_step: that of the checkpoint which the job began with, or 0.
         stopping: the job ends after the last committed step.
         first_plan: canonical JSON.
+        adjustments: changes of plan that the job made by itself, see `nep.train.adjustments`.
     """
 
     history: History
@@ -55,6 +56,7 @@ class Story:
     resumed_step: int = 0
     stopping: bool = False
     first_plan: str = ""
+    adjustments: list[dict[str, Any]] = field(default_factory=list)
 
     def to_bytes(self) -> bytes:
         """Length of the JSON, the JSON, the steps, the counts. Floats are exact, also in JSON: they read back."""
@@ -76,6 +78,7 @@ class Story:
                 "resumed_step": self.resumed_step,
                 "stopping": self.stopping,
                 "first_plan": self.first_plan,
+                "adjustments": self.adjustments,
             }
         ).encode()
         steps = b"".join(_STEP.pack(*_values(step)) for step in self.history.steps)
@@ -119,6 +122,7 @@ class Story:
             resumed_step=value["resumed_step"],
             stopping=value["stopping"],
             first_plan=value["first_plan"],
+            adjustments=value["adjustments"],
         )
 
 

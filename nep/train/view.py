@@ -14,7 +14,7 @@ from nep.report.summary import summary
 from nep.report.terminal import ProgressLine, print_text, terminal_width
 from nep.train.config import TrainConfig
 from nep.train.hooks import Hooks
-from nep.train.outcome import outcome, write_json, write_loads
+from nep.train.outcome import outcome, write_json, write_loads, write_router_stats
 from nep.train.trainer import Trainer
 
 
@@ -92,6 +92,8 @@ class View:
         result = outcome(trainer, shape.name)
         if config.loads_out is not None:
             write_loads(config.loads_out, trainer, shape.name)
+        if config.balance.router_stats_out is not None:
+            write_router_stats(config.balance.router_stats_out, trainer, shape.name)
         if config.json is not None:
             write_json(config.json, result)
         page = summary(

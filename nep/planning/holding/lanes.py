@@ -70,12 +70,15 @@ def batch_choices(
     ]
 
 
-def share_by_pace(lanes: Sequence[Lane], seconds: Sequence[float]) -> tuple[Lane, ...]:
+def share_by_pace(
+    lanes: Sequence[Lane], seconds: Sequence[float], *, keep_proportions: bool = False
+) -> tuple[Lane, ...]:
     """Shares the batch so that replicas which are cut differently would take equally long.
 
     Args:
         lanes: with the shares that `seconds` were predicted for.
         seconds: what each replica takes for its share; one without sequences gets none.
+        keep_proportions: lanes of a replica share its part as they do now, such as by speed; otherwise by their slots.
     """
     sequences = [0] * len(seconds)
     for lane in lanes:
@@ -86,7 +89,9 @@ def share_by_pace(lanes: Sequence[Lane], seconds: Sequence[float]) -> tuple[Lane
     if fastest == 0.0:
         return tuple(lanes)
     shares = split_sequences(sum(sequences), [round(pace / fastest * 1_000_000_000) for pace in paces])
-    return _share_in_replicas(lanes, shares)
+    if not keep_proportions:
+        return _share_in_replicas(lanes, shares)
+    return _share_in_replicas(lanes, shares, [lane.num_sequences for lane in lanes])
 
 
 def fill_rounds(lanes: Sequence[Lane], seconds: Sequence[float], micro_batch_size: int) -> tuple[Lane, ...]:
@@ -128,14 +133,20 @@ def fill_rounds(lanes: Sequence[Lane], seconds: Sequence[float], micro_batch_siz
     return _share_in_replicas(lanes, sequences)
 
 
-def _share_in_replicas(lanes: Sequence[Lane], sequences: Sequence[int]) -> tuple[Lane, ...]:
-    """The lanes with these sequences of each replica, shared out by their slots."""
+def _share_in_replicas(
+    lanes: Sequence[Lane], sequences: Sequence[int], weights: Sequence[int] | None = None
+) -> tuple[Lane, ...]:
+    """The lanes with these sequences of each replica, shared out by weights, or by their slots."""
+    weights = [len(lane.slots) for lane in lanes] if weights is None else weights
     members: dict[int, list[int]] = {}
     for index, lane in enumerate(lanes):
         members.setdefault(lane.replica, []).append(index)
     shared = list(lanes)
     for replica, indices in members.items():
-        parts = split_sequences(sequences[replica], [len(lanes[index].slots) for index in indices])
+        inside = [weights[index] for index in indices]
+        if not any(inside):
+            inside = [len(lanes[index].slots) for index in indices]
+        parts = split_sequences(sequences[replica], inside)
         for index, part in zip(indices, parts, strict=True):
             if part != lanes[index].num_sequences:
                 shared[index] = replace(lanes[index], num_sequences=part)

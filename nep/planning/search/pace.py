@@ -51,7 +51,11 @@ def at_best_pace(
     # Replicas that are cut differently keep another pace: share by what was predicted, as long as that helps.
     for _ in range(_ROUNDS if len(plan.replicas) > 1 else 0):
         seconds, lanes = best[0], best[1].lanes
-        others = [share_by_pace(lanes, seconds), fill_rounds(lanes, seconds, micro_batch_size)]
+        others = [
+            share_by_pace(lanes, seconds),
+            share_by_pace(lanes, seconds, keep_proportions=True),
+            fill_rounds(lanes, seconds, micro_batch_size),
+        ]
         better = min((paced(other) for other in others if other != lanes), key=_slowest, default=best)
         if _slowest(better) >= _slowest(best):
             break

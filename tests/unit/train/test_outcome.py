@@ -22,10 +22,13 @@ from nep.fault_tolerance.integrity import Integrity
 from nep.fault_tolerance.timeline import PHASES, Recovery
 from nep.planning.cluster import Cluster
 from nep.planning.planner import plan_after_failure, plan_from_scratch
+from nep.planning.router_statistics import RouterStatistics
 from nep.planning.shapes import parameter_lines, preset
+from nep.report.readers.loads_file import read_loads
+from nep.train.adjustments import Adjustment
 from nep.train.config import TrainConfig
 from nep.train.data import expected_hash
-from nep.train.outcome import SCHEMA, outcome, write_json, write_loads
+from nep.train.outcome import SCHEMA, outcome, write_json, write_loads, write_router_stats
 from nep.train.protection import Protection
 from nep.train.trainer import Trainer
 
@@ -50,6 +53,30 @@ def committed(step: int) -> Committed:
     )
 
 
+ADJUSTMENT = Adjustment(
+    kind="rebalance",
+    step=1,
+    what="moves that pay",
+    why="busy experts",
+    predicted_gain=0.25,
+    predicted_move_s=0.5,
+    moved_bytes=1024,
+    speeds_ppm={0: 1_000_000, 2: 500_000},
+    boundaries=2,
+    move_s=0.75,
+    done_step=2,
+    before_s=3.0,
+    after_s=2.0,
+)
+
+
+def statistics() -> RouterStatistics:
+    found = RouterStatistics()
+    for counts in COUNTS:
+        found.update(counts.numpy())
+    return found
+
+
 def make_trainer(**changes: Any) -> Trainer:
     """What `outcome` reads of a trainer whose slot 1 has died and whose second failure never came."""
     cluster = Cluster.uniform(3, 3)
@@ -71,6 +98,7 @@ def make_trainer(**changes: Any) -> Trainer:
             Recovery(failed_at=10.0, entered_at=10.1, agreed_at=10.2, rebuilt_at=10.4, moved_at=10.5, resumed_at=11.0)
         ],
         "data": SimpleNamespace(digest="abc"),
+        "balance": SimpleNamespace(adjustments=[ADJUSTMENT], statistics=statistics(), imbalance={1: 1.5, 3: 1.25}),
         "run_state": SimpleNamespace(
             history=History(
                 steps=[committed(step) for step in range(1, STEPS + 1)], counts_le=COUNTS, corruptions=[CORRUPTION]
@@ -126,11 +154,47 @@ def test_the_object_has_these_entries() -> None:
         "resumed_step": 0,
         "data_digest": "abc",
         "layout": 2,
+        "compensations": [],
+        "rebalances": [
+            {
+                "kind": "rebalance",
+                "step": 1,
+                "what": "moves that pay",
+                "why": "busy experts",
+                "predicted_gain": 0.25,
+                "predicted_move_s": 0.5,
+                "moved_bytes": 1024,
+                "speeds_ppm": {"0": 1_000_000, "2": 500_000},
+                "boundaries": 2,
+                "move_s": 0.75,
+                "done_step": 2,
+                "before_s": 3.0,
+                "after_s": 2.0,
+                "measured_gain": 0.5,
+            }
+        ],
         "failures": [
             {"failure": "1@2:kill@forward", "fired": True},
             {"failure": "0@3:kill@forward", "fired": False},
         ],
     }
+
+
+def test_an_adjustment_is_read_back_and_says_what_came_of_it() -> None:
+    assert Adjustment.from_json(json.loads(ADJUSTMENT.why_json())) == ADJUSTMENT
+    assert "predicted +25.0%, measured +50.0% (3 -> 2 s a step)" in ADJUSTMENT.result
+    assert "not measured" in dataclasses.replace(ADJUSTMENT, after_s=None).result
+
+
+def test_router_statistics_are_what_the_planner_reads(tmp_path: Path) -> None:
+    path, trainer = tmp_path / "router.npz", make_trainer()
+    write_router_stats(path, trainer, "debug")
+    read = read_loads(path, preset("debug"))
+    assert read.num_steps == STEPS and np.array_equal(read.mean, statistics().ema)
+    assert read.variance is not None and np.array_equal(read.variance, statistics().ema_variance)
+    assert np.array_equal(np.load(path)["mean"], torch.stack(COUNTS).double().mean(0))
+    with pytest.raises(ValueError, match="cannot be told apart"):
+        read_loads(path, preset("debug"), last_steps=2)
 
 
 def test_a_hole_in_the_ledger_shows() -> None:
@@ -186,7 +250,8 @@ def test_until_a_file_is_complete_the_old_one_stays(tmp_path: Path, monkeypatch:
 def test_loads_are_plain_numpy(tmp_path: Path) -> None:
     write_loads(tmp_path / "loads.npz", make_trainer(), "debug")
     with np.load(tmp_path / "loads.npz", allow_pickle=False) as loads:
-        assert set(loads) == {"counts", "model", "format_version"}
+        assert set(loads) == {"counts", "slot_imbalance", "model", "format_version"}
+        assert np.array_equal(loads["slot_imbalance"], [1.5, np.nan, 1.25], equal_nan=True)
         assert loads["counts"].dtype == np.int64
         assert np.array_equal(loads["counts"], np.stack([count.numpy() for count in COUNTS]))
         assert loads["counts"].shape == (STEPS, 2, 8), "[step, layer, expert]"
