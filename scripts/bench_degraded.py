@@ -1,0 +1,119 @@
+"""How much of its pace a job keeps when slots fail, slow down or get uneven loads, by policy. All of it is emulated.
+
+Real ranks (threads) run the real training code on a scaled-down model under the plans that each policy makes; the
+planner's prediction stands beside every number. Nothing is about this machine.
+
+Examples:
+    OMP_NUM_THREADS=1 python scripts/bench_degraded.py --json --svg docs/benchmarks/degraded.svg
+    OMP_NUM_THREADS=1 python scripts/bench_degraded.py --quick --only failed
+"""
+
+from __future__ import annotations
+
+import json
+import sys
+import time
+from collections.abc import Callable
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
+
+import torch
+
+from models.mixtral import build
+from nep.report.command_line import parse_options
+from nep.report.terminal import print_text
+from nep.testing.degraded_bench.failures import MOST_FAILED, FailureTable, run_failures
+from nep.testing.degraded_bench.jobs import JOBS, Job, small
+from nep.testing.degraded_bench.measure import Bench
+from nep.testing.degraded_bench.picture import picture
+from nep.testing.emulation.setting import LABEL
+from nep.testing.machine import machine_text
+
+BAD_INPUT = 2
+PARTS = ("failed", "slow", "skewed")
+
+
+@dataclass(frozen=True, kw_only=True)
+class BenchOptions:
+    """Damaged, slow and unevenly loaded jobs, by policy."""
+
+    only: str = ""
+    """Parts to run, with commas between: failed, slow, skewed. By default all."""
+    shapes: str = ""
+    """Shapes to run, with commas between: mixtral, fine. By default both."""
+    counts: int = 4
+    """Most slots that fail."""
+    quick: bool = False
+    """Two layers, four slots in a replica, few sequences: shows that it runs, not what the full one would say."""
+    pace: float = 0.0
+    """Wall seconds of an emulated second; 0: nothing is slept and the time lines count, which no load changes.
+    -1: what suits the shape."""
+    svg: Path | None = None
+    """Where to draw the shares by number of failed slots."""
+    json: bool = False
+    """Print one object as the last line."""
+
+
+def main(arguments: list[str] | None = None) -> int:
+    """Runs the parts.
+
+    Returns:
+        0 done, 2 bad input or a host too busy to emulate anything.
+    """
+    try:
+        options = parse_options(
+            BenchOptions, prog="bench_degraded.py", arguments=sys.argv[1:] if arguments is None else arguments
+        )
+        result = _run(options)
+    except (ValueError, RuntimeError) as error:
+        print(f"bench_degraded: {error}", file=sys.stderr)
+        return BAD_INPUT
+    if options.json:
+        print(json.dumps(result, separators=(",", ":"), allow_nan=False))
+    return 0
+
+
+def _run(options: BenchOptions) -> dict[str, Any]:
+    parts, jobs = _named("only", options.only, PARTS), _named("shapes", options.shapes, tuple(JOBS))
+    if not 1 <= options.counts <= MOST_FAILED:
+        raise ValueError(f"counts ({options.counts}) must be 1 to {MOST_FAILED}; a job is damaged where a slot fails")
+    torch.set_num_threads(1)
+    start = time.monotonic()
+    print_text(f"{LABEL} accelerators, on {machine_text('torch')}")
+    result: dict[str, Any] = {"label": LABEL, "machine": machine_text("torch"), "pace": options.pace}
+    chosen = [small(JOBS[name]) if options.quick else JOBS[name] for name in jobs]
+    if "failed" in parts:
+        result |= _failures(options, chosen)
+    print_text(f"{time.monotonic() - start:.0f} s in all")
+    return result
+
+
+def _failures(options: BenchOptions, jobs: list[Job]) -> dict[str, Any]:
+    tables: list[FailureTable] = []
+    for job in jobs:
+        bench = Bench(job, build, None if options.pace < 0 else options.pace)
+        tables.append(run_failures(bench, most=min(options.counts, job.slots_per_replica // 2), tell=print_text))
+        print_text(tables[-1].text())
+    if options.svg is not None:
+        options.svg.write_text(picture(tables))
+    values: dict[str, Callable[[FailureTable], Any]] = {
+        "share_of_ideal": lambda table: table.shares_of_ideal(),
+        "share_of_healthy": lambda table: table.shares_of_healthy(),
+        "failed": lambda table: table.to_json(),
+    }
+    return {key: {table.job.name: value(table) for table in tables} for key, value in values.items()}
+
+
+def _named(option: str, text: str, known: tuple[str, ...]) -> list[str]:
+    names = [name for name in text.split(",") if name] or list(known)
+    unknown = [name for name in names if name not in known]
+    if unknown:
+        raise ValueError(f"{option} ({text}) has {', '.join(unknown)}; choose of {', '.join(known)}")
+    return names
+
+
+if __name__ == "__main__":
+    sys.exit(main())
