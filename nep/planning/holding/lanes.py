@@ -86,7 +86,7 @@ def share_by_pace(lanes: Sequence[Lane], seconds: Sequence[float]) -> tuple[Lane
     if fastest == 0.0:
         return tuple(lanes)
     shares = split_sequences(sum(sequences), [round(pace / fastest * 1_000_000_000) for pace in paces])
-    return _share_in_replicas(lanes, shares)
+    return share_in_replicas(lanes, shares)
 
 
 def fill_rounds(lanes: Sequence[Lane], seconds: Sequence[float], micro_batch_size: int) -> tuple[Lane, ...]:
@@ -125,10 +125,10 @@ def fill_rounds(lanes: Sequence[Lane], seconds: Sequence[float], micro_batch_siz
             more = min(left, widths[index])
             sequences[index] += more
             left -= more
-    return _share_in_replicas(lanes, sequences)
+    return share_in_replicas(lanes, sequences)
 
 
-def _share_in_replicas(lanes: Sequence[Lane], sequences: Sequence[int]) -> tuple[Lane, ...]:
+def share_in_replicas(lanes: Sequence[Lane], sequences: Sequence[int]) -> tuple[Lane, ...]:
     """The lanes with these sequences of each replica, shared out by their slots."""
     members: dict[int, list[int]] = {}
     for index, lane in enumerate(lanes):

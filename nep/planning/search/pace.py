@@ -9,6 +9,7 @@ from nep.planning.cost.step_time import StepTime, replica_seconds, step_time
 from nep.planning.holding.lanes import batch_choices, fill_rounds, share_by_pace
 from nep.planning.loads import ExpertLoads
 from nep.planning.plan import Lane, Plan
+from nep.planning.search.climb import MOST_SLOTS, climb_shares
 from nep.planning.search.request import PlanRequest
 
 _ROUNDS = 4
@@ -56,17 +57,27 @@ def at_best_pace(
         if _slowest(better) >= _slowest(best):
             break
         best = better
-    time = step_time(
-        best[1],
-        shape=request.shape,
-        workload=request.workload,
-        cluster=cluster,
-        hardware=request.hardware,
-        loads=loads,
-        shares=shares,
-        known=known,
-    )
-    return time, best[1]
+    chosen = best[1]
+
+    def predict(lanes: tuple[Lane, ...]) -> StepTime:
+        return step_time(
+            replace(chosen, lanes=lanes),
+            shape=request.shape,
+            workload=request.workload,
+            cluster=cluster,
+            hardware=request.hardware,
+            loads=loads,
+            shares=shares,
+            known=known,
+        )
+
+    time = predict(chosen.lanes)
+    # Replicas that are alike have equal shares already.
+    alike = max(time.replica_seconds) <= min(time.replica_seconds) * (1 + 1e-9)
+    if len(plan.replicas) == 1 or alike or len(plan.slots) > MOST_SLOTS:
+        return time, chosen
+    time, lanes = climb_shares(chosen.lanes, time, predict)
+    return time, chosen if lanes == chosen.lanes else replace(chosen, lanes=lanes)
 
 
 def _slowest(paced: tuple[tuple[float, ...], Plan]) -> float:

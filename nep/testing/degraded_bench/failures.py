@@ -85,12 +85,16 @@ class FailureTable:
                         "-" if still else f"{run.predicted_ratio:.3f}",
                         f"{run.cpu_share:.0%}",
                     )
-        table.caption = "sequences, blocks: share of the pace that whole sequences and blocks leave, of what is beside it"
+        table.caption = (
+            "sequences, blocks: share of the pace that whole sequences and blocks leave, of what is beside it"
+        )
         return rendered(table, width=_WIDTH)
 
     def _each(self, value: Callable[[Share], Any]) -> dict[str, dict[str, dict[str, Any]]]:
         return {
-            where: {policy: {str(count): value(share) for count, share in counts.items()} for policy, counts in by.items()}
+            where: {
+                policy: {str(count): value(share) for count, share in counts.items()} for policy, counts in by.items()
+            }
             for where, by in self.shares.items()
         }
 
