@@ -4,6 +4,8 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
+LAUNCHER_KILL_S = 30.0  # torchrun kills what has not ended so long after it said so, whatever is configured
+
 
 @dataclass(frozen=True, kw_only=True)
 class Timeouts:
@@ -54,3 +56,69 @@ class Timeouts:
     def store_s(self) -> float:
         """One request to the control store."""
         return max(5.0, 2 * self.base_s)
+
+    def problems(self) -> list[str]:
+        """What is out of order: a sentence for each inner wait that does not speak before the one around it."""
+        return [
+            f"{inner} ({getattr(self, inner):g} s) must be less than {outer} ({getattr(self, outer):g} s): {why}"
+            for inner, outer, why in _ORDER
+            if not getattr(self, inner) < getattr(self, outer)
+        ] + SupervisorTimeouts.from_base(self.base_s).problems()
+
+
+# Inner wait, the wait around it, and what goes wrong otherwise.
+_ORDER = (
+    ("wait_s", "first_step_s", "the first step of a generation does all that later ones do, and more"),
+    ("wait_s", "agree_s", "a slot that says nothing is fenced after one wait, and its supervisor needs time to obey"),
+    ("first_step_s", "agree_s", "the last slot to notice a fault would come to an agreement that was given up"),
+    ("wait_s", "group_s", "a group that gives up by itself frees memory that is still waited for"),
+    ("first_step_s", "group_s", "a group that gives up by itself frees memory that is still waited for"),
+    ("agree_s", "group_s", "a parked operation would end while slots still agree on what it meant"),
+    ("rebuild_s", "group_s", "a new group would be taken for a broken one"),
+    ("rebuild_s", "start_s", "whoever comes up late would be given up before the groups that it is late for"),
+    ("first_step_s", "start_s", "whoever comes up late would be given up before the step that it is late for"),
+)
+
+
+@dataclass(frozen=True, kw_only=True)
+class SupervisorTimeouts:
+    """The supervisor's time constants, all derived from one base (seconds).
+
+    Attributes:
+        poll_s: between two looks at the store. A child's death does not wait for it: SIGCHLD ends the pause.
+        slow_poll_s: between two looks at what is not urgent.
+        grace_s: what a trainer gets to finish by itself after a signal or the loss of the store. Less than
+            the 30 s after which torchrun kills.
+        leave_s: what a trainer gets to leave after the end of the job.
+        helper_s: what helper processes that a dead trainer left behind get after SIGTERM.
+    """
+
+    poll_s: float
+    slow_poll_s: float
+    grace_s: float
+    leave_s: float
+    helper_s: float
+
+    @classmethod
+    def from_base(cls, base_s: float) -> SupervisorTimeouts:
+        return cls(
+            poll_s=min(base_s / 20, 0.05),
+            slow_poll_s=min(base_s / 5, 0.5),
+            grace_s=min(2.5 * base_s, 25.0),
+            leave_s=4 * base_s,
+            helper_s=min(base_s / 2, 5.0),
+        )
+
+    def problems(self) -> list[str]:
+        """What is out of order, a sentence each."""
+        order = (
+            ("poll_s", self.poll_s, "slow_poll_s", self.slow_poll_s, "what is urgent is looked at more often"),
+            ("slow_poll_s", self.slow_poll_s, "leave_s", self.leave_s, "the end of the job would be seen too late"),
+            ("helper_s", self.helper_s, "grace_s", self.grace_s, "helpers of a stopped trainer end before it must"),
+            ("grace_s", self.grace_s, "the launcher's", LAUNCHER_KILL_S, "it would kill before a checkpoint is whole"),
+        )
+        return [
+            f"{inner} ({first:g} s) must be less than {outer} ({second:g} s): {why}"
+            for inner, first, outer, second, why in order
+            if not first < second
+        ]

@@ -52,7 +52,8 @@ def _run_trainer(trainer: Trainer, job: Job, mask: Iterable[int], parent_pid: in
         processes.set_parent_death_signal(signal.SIGKILL)
         if os.getppid() != parent_pid:
             os._exit(1)  # the parent died before the line above, which then sends nothing
-        signal.pthread_sigmask(signal.SIG_SETMASK, mask)
+        # A preemption notice waits until the trainer can hear it; by default it would end the process.
+        signal.pthread_sigmask(signal.SIG_SETMASK, {*mask, processes.NOTICE})
         # Whoever reads the output of a job may leave before it ends (`| head`, a lost terminal).
         sys.stdout, sys.stderr = processes.LastingStream(sys.stdout), processes.LastingStream(sys.stderr)
         with contextlib.suppress(OSError, ValueError, AttributeError):  # stderr may be no file

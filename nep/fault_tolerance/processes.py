@@ -15,6 +15,8 @@ from typing import Any, TextIO
 _PR_SET_PDEATHSIG = 1  # linux/prctl.h
 _PR_SET_CHILD_SUBREAPER = 36
 
+NOTICE = signal.SIGUSR1  # a preemption notice: the machine of this process will be taken away soon
+
 
 def _prctl(option: int, value: int) -> None:
     if sys.platform != "linux":

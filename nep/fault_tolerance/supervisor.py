@@ -25,13 +25,12 @@ import signal
 import sys
 import time
 from collections.abc import Callable
-from dataclasses import dataclass
 from datetime import timedelta
 from typing import TypeVar
 
 import torch.distributed as dist
 
-from nep.distributed.timeouts import Timeouts
+from nep.distributed.timeouts import SupervisorTimeouts, Timeouts
 from nep.fault_tolerance import processes
 from nep.fault_tolerance.control_store import (
     FIRST_GENERATION,
@@ -58,37 +57,7 @@ T = TypeVar("T")
 # Exit codes with which a trainer leaves a job that has ended: done; no checkpoint; stopped with a checkpoint.
 FINAL_CODES = (0, 3, 4)
 _STOP_SIGNALS = (signal.SIGTERM, signal.SIGINT, signal.SIGHUP, signal.SIGQUIT)  # those torchrun passes on
-_WATCHED = (signal.SIGCHLD, *_STOP_SIGNALS)
-
-
-@dataclass(frozen=True, kw_only=True)
-class SupervisorTimeouts:
-    """The supervisor's time constants, all derived from one base (seconds).
-
-    Attributes:
-        poll_s: between two looks at the store. A child's death does not wait for it: SIGCHLD ends the pause.
-        slow_poll_s: between two looks at what is not urgent.
-        grace_s: what a trainer gets to finish by itself after a signal or the loss of the store. Less than
-            the 30 s after which torchrun kills.
-        leave_s: what a trainer gets to leave after the end of the job.
-        helper_s: what helper processes that a dead trainer left behind get after SIGTERM.
-    """
-
-    poll_s: float
-    slow_poll_s: float
-    grace_s: float
-    leave_s: float
-    helper_s: float
-
-    @classmethod
-    def from_base(cls, base_s: float) -> SupervisorTimeouts:
-        return cls(
-            poll_s=min(base_s / 20, 0.05),
-            slow_poll_s=min(base_s / 5, 0.5),
-            grace_s=min(2.5 * base_s, 25.0),
-            leave_s=4 * base_s,
-            helper_s=min(base_s / 2, 5.0),
-        )
+_WATCHED = (signal.SIGCHLD, processes.NOTICE, *_STOP_SIGNALS)
 
 
 def supervise(trainer: Trainer, *, spec: JobSpec) -> int:
@@ -285,6 +254,8 @@ class _Supervisor:
         if info is not None and info.si_signo in _STOP_SIGNALS and not self._stopping:
             self._stopping = True
             self._limit(self._timeouts.grace_s, "it did not finish after the launcher's signal")
+        elif info is not None and info.si_signo == processes.NOTICE and self._running:
+            processes.send_signal(self._pid, processes.NOTICE)  # it may have come to this process alone
         # The kernel's signal for the launcher's death comes to this process alone. It is sent when the thread that
         # started this process ends, and for a moment another thread of a dying launcher may be the parent.
         if self._stopping and not self._told and self._running and os.getppid() != self._launcher_pid:

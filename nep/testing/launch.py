@@ -2,10 +2,10 @@
 
     python -m nep.testing.launch --nproc-per-node 4 [--log-dir DIR] [--timeout S] [--json] SCRIPT.py ARGS...
 
-It imports torch once and forks its workers, so four of them start in about two seconds. To a worker it looks
-like torchrun: the same environment variables, a session of its own, a control store that outlives every
-worker, and when a worker fails SIGTERM for the process groups of the others and SIGKILL after a grace. In
-addition it finds every process that outlives its worker (an orphan), ends it and counts it.
+It imports torch and the trainer once and forks its workers, so four of them start in about two seconds. To a worker
+it looks like torchrun: the same environment variables, a session of its own, a control store that outlives every
+worker, and when a worker fails SIGTERM for the process groups of the others and SIGKILL after a grace. In addition it
+finds every process that outlives its worker (an orphan), ends it and counts it.
 
 Exit code: 0 if all workers exit with 0; else that of the first one to fail (128 + n for signal n); 124 after
 a time-out; 1 when the launcher itself was told to stop. With --json the last line of stdout is
@@ -40,7 +40,10 @@ _POLL_S = 0.1
 def main(argv: list[str] | None = None) -> int:
     arguments = _parse(sys.argv[1:] if argv is None else argv)
     os.environ.setdefault("OMP_NUM_THREADS", "1")  # as torchrun; libraries read it when they are loaded
-    import torch.distributed  # noqa: F401  once, for all workers: that is the point of this launcher
+    # Once, for all workers: that is the point of this launcher.
+    import torch.distributed  # noqa: F401
+
+    import nep.train.main  # noqa: F401
 
     start_s = time.monotonic()
     processes.become_subreaper()

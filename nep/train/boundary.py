@@ -37,6 +37,8 @@ class Boundary:
         Raises:
             Fault: a change was not completed; or on purpose, so that the next generation begins.
         """
+        if self._trainer.preemption is not None:
+            self._trainer.preemption.tell()
         self._obey_requests()
         self._change_plan()
         self._protect()

@@ -11,7 +11,9 @@ from typing import Literal
 
 import torch
 
+from nep.distributed.timeouts import Timeouts
 from nep.fault_tolerance.injection import Failure
+from nep.fault_tolerance.job import Job
 from nep.moe.aux_losses import AuxLosses
 from nep.moe.backends import choose_backend
 from nep.parallel.optimizer import OptimizerConfig
@@ -22,6 +24,8 @@ from nep.planning.plan import Plan
 from nep.planning.planner import plan_from_scratch
 from nep.planning.shapes import ModelShape, parameter_lines
 from nep.planning.validation import check_runnable
+from nep.train.alerts import target_problems
+from nep.train.health import HealthWatch, command_probe, command_problems
 
 _LONGEST_BASE_S = 86_400
 _SAVE_EVERY = 100
@@ -54,6 +58,9 @@ class TrainConfig:
         respawn: how often the process of each slot is started anew after it died.
         validation_sequences: held-out sequences for the validation loss, at the beginning and at the end.
         failures: to inject, see `Failure`.
+        on_alert: command or http(s) URL that is told when the job is degraded or unprotected, see `nep.train.alerts`.
+        health_check: command that says whether a slot is healthy, see `nep.train.health`; None: nobody asks.
+        health_every_s: pause between two questions to it.
         run_dir: folder for logs and job.json.
         checkpoint_dir: folder of checkpoints, to go on from and to write to; all slots must see it. None: none.
         checkpoint_every: steps from one to the next (100 by default); one more is written at the end.
@@ -83,6 +90,9 @@ class TrainConfig:
     respawn: int = 1
     validation_sequences: int = 16
     failures: tuple[Failure, ...] = ()
+    on_alert: str | None = None
+    health_check: str | None = None
+    health_every_s: float = 30.0
     run_dir: Path = Path("runs")
     checkpoint_dir: Path | None = None
     checkpoint_every: int | None = None
@@ -162,7 +172,7 @@ class TrainConfig:
             problems.append(str(error))
         problems += self._unsupported()
         problems += self.optimizer.problems() + self.aux_losses.problems() + self._routing_problems(shape)
-        problems += self._file_problems()
+        problems += self._file_problems() + self._command_problems()
         if self.aux_losses.needs_one_round and not problems:
             problems += self._round_problems(
                 self.first_plan(Cluster.uniform(num_slots, num_slots), parameter_lines(shape))
@@ -237,6 +247,8 @@ class TrainConfig:
                 f"timeout_base_s ({self.timeout_base_s}) must be a positive number of seconds, at most a day's "
                 f"({_LONGEST_BASE_S})"
             )
+        else:
+            problems += Timeouts(base_s=self.timeout_base_s).problems()
         return problems
 
     def _unsupported(self) -> list[str]:
@@ -257,6 +269,22 @@ class TrainConfig:
                 f"router_bias_rate ({rate}) moves biases that {shape.name} does not have; set router_bias in its shape"
             )
         return problems
+
+    def _command_problems(self) -> list[str]:
+        problems = [] if self.on_alert is None else target_problems(self.on_alert)
+        if self.health_check is not None:
+            problems += command_problems(self.health_check)
+        if not 0 < self.health_every_s < math.inf:
+            problems.append(f"health_every_s ({self.health_every_s}) must be a positive number of seconds")
+        return problems
+
+    def health_watch(self, job: Job) -> HealthWatch | None:
+        """Begin to ask for the health of a slot, if that is wanted."""
+        if self.health_check is None:
+            return None
+        return HealthWatch(
+            command_probe(self.health_check, slot=job.slot, local_index=job.local_index), self.health_every_s
+        )
 
     def _round_problems(self, plan: Plan) -> list[str]:
         most = max(lane.num_sequences for lane in plan.lanes)

@@ -128,6 +128,13 @@ class Options:
     """Steps from one checkpoint to the next (100 by default); one more is written at the end, or at SIGTERM."""
     checkpoint_keep: int = 2
     """Checkpoints to keep, the newest."""
+    on_alert: str | None = None
+    """Command (reads JSON from its standard input) or http(s) URL (gets it by POST) to tell when the job is degraded,
+    unprotected, whole again or stopped."""
+    health_check: str | None = None
+    """Command asked on every slot now and then ({slot} and {local} are its numbers): not 0 lets the slot leave."""
+    health_every_s: float = 30.0
+    """Seconds between two such questions."""
     run_dir: Path = Path("runs")
     """Folder in which the run makes its own, for logs and job.json."""
     loads_out: Path | None = None
@@ -247,6 +254,9 @@ def _checked(options: Options, num_slots: int) -> _Request:
         checkpoint_dir=options.checkpoint_dir,
         checkpoint_every=options.checkpoint_every,
         checkpoint_keep=options.checkpoint_keep,
+        on_alert=options.on_alert,
+        health_check=options.health_check,
+        health_every_s=options.health_every_s,
         run_dir=options.run_dir,
         loads_out=options.loads_out,
         save_params=options.save_params,

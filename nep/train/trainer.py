@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import contextlib
 import dataclasses
 import logging
 import time
@@ -19,11 +18,7 @@ from nep.fault_tolerance import transaction
 from nep.fault_tolerance.arrival import wait_for_everybody
 from nep.fault_tolerance.bulletin import StepBoard, follow_requests
 from nep.fault_tolerance.commit import commit_step
-from nep.fault_tolerance.control_store import (
-    FIRST_GENERATION,
-    ControlStore,
-    decision_key,
-)
+from nep.fault_tolerance.control_store import FIRST_GENERATION, ControlStore, decision_key
 from nep.fault_tolerance.ending import finish_together
 from nep.fault_tolerance.injection import fired
 from nep.fault_tolerance.job import Job
@@ -40,6 +35,7 @@ from nep.parallel.state import SlotState
 from nep.planning.cluster import Cluster
 from nep.planning.layout import Lines
 from nep.planning.plan import Plan
+from nep.train.alerts import Alerts
 from nep.train.boundary import Boundary
 from nep.train.checkpoints import STOPPED, Checkpoints
 from nep.train.config import TrainConfig
@@ -48,6 +44,7 @@ from nep.train.hooks import Hooks
 from nep.train.initialization import initial_units
 from nep.train.log import follow_generation
 from nep.train.make_run import make_run
+from nep.train.preemption import Preemption
 from nep.train.resume import find_start, subject_of
 from nep.train.signals import StopSignals
 from nep.train.step import forward_backward, prepare_model
@@ -94,6 +91,8 @@ class Trainer:
         self._signals = StopSignals()
         self._subject: Subject
         self._checkpoints: Checkpoints
+        self._alerts = Alerts(config.on_alert)
+        self.preemption: Preemption | None = None
 
     # What hooks may read.
 
@@ -135,19 +134,13 @@ class Trainer:
         store = job.connect()
         first = self._found(job, store) if job.incarnation == 1 else None
         try:
-            with self._signals.caught() if self.config.checkpoint_dir is not None else contextlib.nullcontext():
+            with self._signals.caught(stop=self.config.checkpoint_dir is not None):
                 self._live(first or self._come_back(job, store))
             if not self.was_stopped:
                 return 0
-            line, code = self._checkpoints.end(f"stopped after step {self.step}")
-            self._pass_messages()
-            self._remind(line)
-            return code
+            return self._end_early(f"stopped after step {self.step}", self._remind)
         except CheckpointNeeded as lost:
-            line, code = self._checkpoints.end(str(lost))
-            self._pass_messages()
-            self._announce(line)
-            return code
+            return self._end_early(str(lost), self._announce)
         except JobEnded as over:
             log.info("%s", over)
             return over.exit_code
@@ -158,6 +151,17 @@ class Trainer:
         except (LeftOut, NobodyLeft) as left:
             self._announce(str(left))
             return 1
+        finally:
+            self._alerts.finish()
+            if self.preemption is not None:
+                self.preemption.finish()
+
+    def _end_early(self, why: str, say: Callable[[str], None]) -> int:
+        line, code = self._checkpoints.end(why)
+        self._pass_messages()
+        say(line)
+        self._alerts.stopped(self.run_state, line, code)
+        return code
 
     def _live(self, decision: Decision) -> None:
         """Go through generations until the last step is committed and everybody knows.
@@ -286,7 +290,9 @@ class Trainer:
         config = self.config
         self.run_state = run = make_run(config, job, store, lines, state, progress, self._announce)
         run.story = (self._tell, self._take)
-        run.stop_requested = lambda: self._signals.received is not None
+        can_stop, health = config.checkpoint_dir is not None, config.health_watch(job)
+        self.preemption = notice = Preemption(self._signals, health, run, can_stop, self._announce)
+        run.stop_requested = lambda: self._signals.received is not None or notice.ends_job()
         self._checkpoints = Checkpoints(config, self._subject, run, self._announce, lambda: self.validation_losses[:1])
         self._board = StepBoard(run.connections)
         if job.num_slots > 1:
@@ -324,6 +330,7 @@ class Trainer:
         prepare_model(self.model, self.config, run.routing, self._sum_over_job)
         self._overlap = Overlap(self.model, run.sync.grads)
         self.plans.append(self.plan)
+        self._alerts.look(run, self.generations[-1][3])
         self.hooks.on_plan(self, self.plan)
 
     def _sum_over_job(self, counts: torch.Tensor) -> torch.Tensor:

@@ -8,21 +8,28 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from nep.distributed.timeouts import Timeouts
+from nep.distributed.timeouts import SupervisorTimeouts, Timeouts
 
 
-@given(base_s=st.floats(1e-3, 1e5))
-def test_the_larger_ones_contain_the_smaller_ones(base_s: float) -> None:
+@given(base_s=st.floats(1e-3, 86_400.0))
+def test_all_are_in_order_for_every_base(base_s: float) -> None:
     found = Timeouts(base_s=base_s)
+    assert found.problems() == []
     assert found.wait_s == base_s
-    # A slot that says nothing is fenced after one wait, and its supervisor has time to obey within the agreement.
-    assert found.wait_s < found.agree_s
-    # A parked operation ends by itself, but not while somebody may still wait for it.
-    assert max(found.wait_s, found.first_step_s, found.agree_s, found.rebuild_s) < found.group_s
-    # Whoever comes up late is waited for longer than the groups that it is late for.
-    assert found.rebuild_s + found.first_step_s < found.start_s
     # The store must not give up on a rendezvous before the slot does.
     assert found.rebuild_s <= found.store_s
+
+
+@pytest.mark.parametrize("base_s", [0.01, 30.0])
+def test_what_is_out_of_order_is_named(base_s: float, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(Timeouts, "agree_s", property(lambda self: 2 * self.base_s))
+    (problem,) = Timeouts(base_s=base_s).problems()
+    assert problem.startswith(f"first_step_s ({3 * base_s:g} s) must be less than agree_s ({2 * base_s:g} s)")
+
+
+def test_a_supervisor_that_waits_longer_than_the_launcher_is_named() -> None:
+    (problem,) = SupervisorTimeouts(poll_s=0.05, slow_poll_s=0.5, grace_s=31.0, leave_s=40.0, helper_s=5.0).problems()
+    assert problem.startswith("grace_s (31 s) must be less than the launcher's (30 s)")
 
 
 @pytest.mark.parametrize("base_s", [0.0, -1.0, math.nan])
