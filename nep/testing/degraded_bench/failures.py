@@ -10,15 +10,18 @@ from rich.table import Table
 
 from nep.report.layouts import rendered
 from nep.testing.degraded_bench.jobs import Job
-from nep.testing.degraded_bench.measure import Bench, Share
+from nep.testing.degraded_bench.measure import Bench, Measured, Share
 from nep.testing.degraded_bench.policies import POLICIES, Failed
+from nep.testing.degraded_bench.power import with_power
 from nep.testing.emulation.setting import LABEL
 
 WHERE = ("one replica", "spread")
 # Places in a replica, in the order in which they fail; where failures are spread the replicas take turns.
 _ORDER, _SPREAD = (3, 5, 1, 6), (3, 4, 5, 1)
 MOST_FAILED = len(_ORDER)
-_WIDTH = 150
+WITH_POWER = {"ours, power of the node": False, "ours, 1.3x power": True}
+"""Policy -> whether the supply of a node has the headroom of its boards."""
+_WIDTH = 156
 
 
 def failed_slots(job: Job, where: str, count: int) -> Failed:
@@ -62,7 +65,7 @@ class FailureTable:
             title=f"{self.job.name}: {LABEL} samples per second by number of failed slots", title_justify="left"
         )
         for name in ("failed in", "policy"):
-            table.add_column(name)
+            table.add_column(name, no_wrap=True)
         names = ("slots", "of healthy", "of ideal", "healthy slots", "sequences", "blocks", "step s", "predicted")
         for name in (*names, "pred/em", "CPU"):
             table.add_column(name, justify="right")
@@ -111,13 +114,22 @@ def run_failures(bench: Bench, *, most: int, tell: Callable[[str], None] = lambd
     shares: dict[str, dict[str, dict[int, Share]]] = {}
     for where in WHERE:
         counts = range(most + 1) if where == WHERE[0] else range(2, most + 1)
-        for policy, plan_of in POLICIES.items():
+        for policy in (*POLICIES, *WITH_POWER):
             for count in counts:
-                plan = plan_of(job, failed_slots(job, where, count)) if count else job.healthy
-                share = bench.share(bench.run(plan), count)
+                measured = _measured(bench, policy, failed_slots(job, where, count))
+                share = bench.share(measured, count)
                 shares.setdefault(where, {}).setdefault(policy, {})[count] = share
                 tell(
                     f"{job.name}, {count} failed in {where}, {policy}: {share.of_ideal:.4f} of ideal, "
-                    f"predicted over emulated {share.measured.predicted_ratio:.3f}"
+                    f"predicted over emulated {measured.predicted_ratio:.3f}"
                 )
     return FailureTable(job=job, shares=shares)
+
+
+def _measured(bench: Bench, policy: str, failed: Failed) -> Measured:
+    if not failed:
+        return bench.run(bench.job.healthy)
+    if policy in POLICIES:
+        return bench.run(POLICIES[policy](bench.job, failed))
+    powered = with_power(bench.job, failed, node_headroom=WITH_POWER[policy])
+    return bench.run(powered.plan, powered.speed, powered.watts.limits_w)

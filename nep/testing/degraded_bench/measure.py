@@ -31,6 +31,7 @@ class Measured:
         predicted_s: of the planner's cost model.
         cpu_share: of the processors, while it ran.
         busiest: part of a step -> seconds of the slot that is busiest with it.
+        limits_w: slot -> power limit, where these are planned.
     """
 
     plan: Plan | None
@@ -38,6 +39,7 @@ class Measured:
     predicted_s: float
     cpu_share: float = 0.0
     busiest: Mapping[str, float] = field(default_factory=dict)
+    limits_w: Mapping[int, int] = field(default_factory=dict)
 
     @property
     def predicted_ratio(self) -> float:
@@ -83,6 +85,7 @@ class Share:
             "predicted_over_emulated": self.measured.predicted_ratio if runs else None,
             "cpu_share": self.measured.cpu_share,
             "busiest_slot_s": dict(self.measured.busiest),
+            "limits_w": {str(slot): watts for slot, watts in self.measured.limits_w.items()},
         }
 
 
@@ -100,12 +103,13 @@ class Bench:
         self.pace = job.pace if pace is None else pace
         self._known: dict[str, Measured] = {}
 
-    def run(self, plan: Plan | None, speed: Speed | None = None) -> Measured:
+    def run(self, plan: Plan | None, speed: Speed | None = None, limits_w: Mapping[int, int] | None = None) -> Measured:
         """Runs a plan.
 
         Args:
             plan: what to run; its speeds are those of the prediction.
             speed: of the slots; None: the plan's.
+            limits_w: of their boards, if these are planned.
         """
         if plan is None:
             return Measured(plan=None, step_s=float("inf"), predicted_s=float("inf"))
@@ -118,6 +122,7 @@ class Bench:
                 predicted_s=emulation.predicted(plan).total,
                 cpu_share=found.cpu_share,
                 busiest=busiest(found),
+                limits_w=dict(limits_w or {}),
             )
             if speed is not None:
                 return measured
