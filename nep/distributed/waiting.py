@@ -166,6 +166,16 @@ class WaitingThread:
         return self._thread.is_alive()
 
 
+class WaitWatch(Protocol):
+    """Somebody who has to know when a slot waits."""
+
+    def wait_begins(self) -> None:
+        """From here on the slot does nothing but wait."""
+
+    def wait_ends(self) -> None:
+        """It goes on, or gives up."""
+
+
 # Pauses between two looks at an operation: short first (most waits are short), then longer.
 _FIRST_PAUSE_S = 2e-5
 _LONGEST_PAUSE_S = 1e-3
@@ -177,12 +187,16 @@ class Waiter:
     Args:
         fault: returns the reason when the generation has a fault, else None. Cheap; called often.
         deadline_s: seconds one wait may take.
+
+    Attributes:
+        watches: told when a wait begins and when it ends, to count what lies between.
     """
 
     def __init__(self, fault: Callable[[], str | None], deadline_s: float):
         self._fault = fault
         self.deadline_s = deadline_s
         self.parked: list[Pending] = []
+        self.watches: list[WaitWatch] = []
 
     @property
     def fault(self) -> str | None:
@@ -195,6 +209,15 @@ class Waiter:
         Raises:
             Fault: it failed, the generation has a fault, or the deadline passed. `pending` is parked.
         """
+        for watch in self.watches:
+            watch.wait_begins()
+        try:
+            self._wait(pending, what, deadline_s)
+        finally:
+            for watch in self.watches:
+                watch.wait_ends()
+
+    def _wait(self, pending: Pending, what: str, deadline_s: float | None) -> None:
         limit_s = self.deadline_s if deadline_s is None else deadline_s
         start = time.monotonic()
         pause = _FIRST_PAUSE_S

@@ -18,6 +18,7 @@ from nep.fault_tolerance.vote import Tally, VoteError, VoteKind, VoteRecord, unp
 from nep.parallel.grad_sync import GradSync, Reduction, Return
 from nep.parallel.optimizer import apply_update
 from nep.parallel.state import SlotState
+from nep.planning.router_bias import expert_weights
 
 log = logging.getLogger(__name__)
 
@@ -31,7 +32,7 @@ class StepSums:
         tokens, samples: how many.
         sample_hash: sum of its samples' hashes modulo 2**64.
         counts_le: its tokens per layer and expert, int64.
-        seconds: compute time.
+        seconds: compute time of forward and backward, without waits.
     """
 
     loss: float
@@ -111,7 +112,7 @@ def apply(run: SlotRun) -> None:
         )
         history.num_updates += 1
         if run.routing is not None:
-            run.routing.commit(run.counts_le, recipe.router_bias_rate)
+            run.routing.commit(run.counts_le, recipe.router_bias_rate, _bias_weights(run))
     history.steps.append(committed)
     if recipe.keep_loads:
         history.counts_le.append(run.counts_le)
@@ -119,6 +120,13 @@ def apply(run: SlotRun) -> None:
     run.progress = applied  # only now may the buffers of the sums be used again
     run.stopping |= tally.stop
     run.on_applied()
+
+
+def _bias_weights(run: SlotRun) -> torch.Tensor | None:
+    """What router biases aim at under the plan that the step ran with; None: even loads."""
+    if not (run.recipe.bias_to_speed and run.recipe.router_bias_rate):
+        return None
+    return torch.tensor(expert_weights(run.state.plan, run.recipe.lines), dtype=torch.int64)
 
 
 def commit_layout(run: SlotRun, next_state: SlotState) -> None:

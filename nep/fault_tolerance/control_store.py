@@ -87,6 +87,11 @@ def request_key(number: int) -> str:
     return f"request/{number}"
 
 
+def plan_key(digest: str) -> str:
+    """Canonical JSON of a plan that was proposed, by its digest."""
+    return f"plan/{digest}"
+
+
 def step_key() -> str:
     """The last committed step, for people: written now and then by the slot that speaks for the job."""
     return "step"

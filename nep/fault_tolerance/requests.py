@@ -20,7 +20,7 @@ from typing import Literal, Self, get_args
 from nep.fault_tolerance.control_store import ControlStore, request_key
 
 SCHEMA = 1
-Kind = Literal["drain", "undrain", "join"]
+Kind = Literal["drain", "undrain", "join", "plan"]
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -28,10 +28,14 @@ class Request:
     """One request.
 
     Attributes:
-        kind: drain (the slot shall leave), undrain (it may come back) or join (a trainer has come up and waits).
-        slot: which one.
+        kind: drain (the slot shall leave), undrain (it may come back), join (a trainer has come up and waits) or plan
+            (the job shall go on under another plan, see `nep.fault_tolerance.proposals`).
+        slot: which one; plan: who proposes it.
         incarnation: join: which trainer of the slot; else 0.
         time: when, seconds since the epoch.
+        digest: plan: of its canonical JSON.
+        base: plan: number of the plan that it follows; it is void once there is another.
+        why: plan: JSON for whoever carries it out.
         nonce: tells equal requests apart, so that each has a number of its own.
     """
 
@@ -39,6 +43,9 @@ class Request:
     slot: int
     incarnation: int = 0
     time: float = field(default_factory=time.time)
+    digest: str = ""
+    base: int = 0
+    why: str = ""
     nonce: str = field(default_factory=lambda: uuid.uuid4().hex)
 
     def __post_init__(self) -> None:

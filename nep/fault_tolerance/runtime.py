@@ -38,6 +38,7 @@ class Recipe:
         keep_loads: remember the expert loads of every committed step.
         num_replicas, lane_slots: what the job aims at when slots come back.
         router_bias_rate: what a step adds to, or takes from, the biases that experts are chosen with.
+        bias_to_speed: those biases aim at loads by speed, not at even ones.
     """
 
     lines: Lines
@@ -47,6 +48,7 @@ class Recipe:
     timeouts: Timeouts
     keep_loads: bool = False
     router_bias_rate: float = 0.0
+    bias_to_speed: bool = False
     num_replicas: int = 1
     lane_slots: int = 1
 

@@ -50,7 +50,7 @@ class RoutingState:
         size = (len(experts), *sizes)
         return cls(bias_le=torch.zeros(size, dtype=wide), counts_le=torch.zeros(size, dtype=torch.int64))
 
-    def commit(self, counts_le: Tensor, bias_rate: float) -> None:
+    def commit(self, counts_le: Tensor, bias_rate: float, weights_le: Tensor | None = None) -> None:
         """A step was applied: keep its counts, and move each bias against its expert's load.
 
         An expert with fewer tokens than the layer's mean goes up by `bias_rate`, one with more goes down by it (arXiv
@@ -59,10 +59,13 @@ class RoutingState:
         Args:
             counts_le: of the step, over all slots, int64.
             bias_rate: 0 leaves the biases alone.
+            weights_le: how many tokens each expert should get, relative to the others of its layer, int64; None: all
+                as many.
         """
         self.counts_le.copy_(counts_le)
         if bias_rate:
-            wanting_le = counts_le.sum(1, keepdim=True) - counts_le * counts_le.size(1)
+            weights_le = torch.ones_like(counts_le) if weights_le is None else weights_le
+            wanting_le = counts_le.sum(1, keepdim=True) * weights_le - counts_le * weights_le.sum(1, keepdim=True)
             self.bias_le.add_(wanting_le.sign().to(self.bias_le.dtype), alpha=bias_rate)
 
     def to_bytes(self) -> bytes:

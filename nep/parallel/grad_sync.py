@@ -140,7 +140,7 @@ class Reduction:
     ):
         self._sync = sync
         self._communicator = communicator
-        self._waiter = waiter
+        self.waiter = self._waiter = waiter
         self._probe = probe
         self._collect = collect
         self._left = list(sync.buckets)  # the last one is next

@@ -13,6 +13,7 @@ from nep.fault_tolerance.recovery import PLANNED
 from nep.fault_tolerance.requests import leaving, returners
 from nep.planning.planner import plan_after_failure, plan_mirrors
 from nep.planning.validation import check_runnable
+from nep.train.rebalance import Balance
 
 if TYPE_CHECKING:
     from nep.train.trainer import Trainer
@@ -29,6 +30,7 @@ class Boundary:
 
     def __init__(self, trainer: Trainer, install: Callable[[], None], announce: Callable[[str], None]) -> None:
         self._trainer, self._install, self._announce = trainer, install, announce
+        self.balance = Balance(trainer, announce)
         self._protected = 0  # number of a plan that cannot be protected any better
 
     def cross(self) -> None:
@@ -39,9 +41,12 @@ class Boundary:
         """
         if self._trainer.preemption is not None:
             self._trainer.preemption.tell()
+        self.balance.observe()
         self._obey_requests()
         self._change_plan()
-        self._protect()
+        if self.balance.goal is None:  # stages on the way to a goal are protected already
+            self._protect()
+        self.balance.crossed()
 
     def _obey_requests(self) -> None:
         """Let slots go that are drained, and slots in that have come back. All slots decide alike.
@@ -68,6 +73,10 @@ class Boundary:
         """Go on under the plan that is wanted from here. All slots decide alike."""
         trainer, run = self._trainer, self._trainer.run_state
         wanted = trainer.config.plan_changes.get(trainer.step) or trainer.hooks.next_plan(trainer)
+        if wanted is not None:
+            self.balance.forget()
+        else:
+            wanted = self.balance.next_plan()
         if wanted is None or dataclasses.replace(wanted, number=trainer.plan.number) == trainer.plan:
             return
         try:

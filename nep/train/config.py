@@ -25,6 +25,7 @@ from nep.planning.planner import plan_from_scratch
 from nep.planning.shapes import ModelShape, parameter_lines
 from nep.planning.validation import check_runnable
 from nep.train.alerts import target_problems
+from nep.train.balance_config import BalanceConfig
 from nep.train.health import HealthWatch, command_probe, command_problems
 
 _LONGEST_BASE_S = 86_400
@@ -69,6 +70,7 @@ class TrainConfig:
         degrees: to cut replicas, lanes and experts just so; `replicas` and `tp` are theirs then. None: the planner's.
         plan: to begin with; then replicas, lanes and redundancy are the plan's. None: plan for equal slots.
         plan_changes: committed step -> the plan to go on with, without a restart.
+        balance: what is done about slow slots and busy experts.
     """
 
     steps: int = 60
@@ -103,6 +105,7 @@ class TrainConfig:
     degrees: Degrees | None = None
     plan: Plan | None = field(default=None, repr=False)
     plan_changes: Mapping[int, Plan] = field(default_factory=dict, repr=False)
+    balance: BalanceConfig = field(default_factory=BalanceConfig)
 
     @property
     def torch_dtype(self) -> torch.dtype:
@@ -172,6 +175,7 @@ class TrainConfig:
             problems.append(str(error))
         problems += self._unsupported()
         problems += self.optimizer.problems() + self.aux_losses.problems() + self._routing_problems(shape)
+        problems += self.balance.problems(self.router_bias_rate)
         problems += self._file_problems() + self._command_problems()
         if self.aux_losses.needs_one_round and not problems:
             problems += self._round_problems(
@@ -314,7 +318,12 @@ class TrainConfig:
         return problems
 
     def _file_problems(self) -> list[str]:
-        named = {"loads_out": self.loads_out, "save_params": self.save_params, "json": self.json}
+        named = {
+            "loads_out": self.loads_out,
+            "router_stats_out": self.balance.router_stats_out,
+            "save_params": self.save_params,
+            "json": self.json,
+        }
         problems = []
         for name, path in named.items():
             if path is None:

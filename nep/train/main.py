@@ -32,14 +32,16 @@ from nep.planning.degrees import Degrees
 from nep.planning.plan import Plan
 from nep.planning.shapes import ModelShape, parameter_lines, preset
 from nep.report.layouts import layout_picture
+from nep.report.readers.hardware_file import read_hardware
 from nep.report.readers.plan_file import read_plan
 from nep.report.summary import summary
 from nep.report.terminal import ProgressLine, print_text, terminal_width
+from nep.train.balance_config import BalanceConfig
 from nep.train.checkpoints import STOPPED
 from nep.train.config import TrainConfig
 from nep.train.data import TextSamples, load_text
 from nep.train.log import log_to_file
-from nep.train.outcome import outcome, write_json, write_loads
+from nep.train.outcome import outcome, write_json, write_loads, write_router_stats
 from nep.train.resume import BAD_INPUT, CannotResume, check_resume, subject_of
 from nep.train.trainer import Hooks, Trainer
 
@@ -137,6 +139,18 @@ class Options:
     """Seconds between two such questions."""
     run_dir: Path = Path("runs")
     """Folder in which the run makes its own, for logs and job.json."""
+    compensate: Literal["off", "auto"] = "off"
+    """Act on slots found to be slow: batch shares, cuts and copies by measured speed (docs/compensation.md)."""
+    rebalance_every: int = 0
+    """Steps from one look at the router's loads, and at what moving experts would gain, to the next; 0: never."""
+    rebalance_mib: int = 256
+    """MiB that a slot may receive between two steps when experts move; a larger move takes several steps."""
+    hardware: str | None = None
+    """Profile that such predictions go by: a name or a file of nep calibrate; by default what the job measures."""
+    router_bias_to_speed: bool = False
+    """Router biases aim at loads by the speed of an expert's slots; needs --router-bias-rate and changes the model."""
+    router_stats_out: Path | None = None
+    """Write mean, variance and moving average of the expert loads (NPZ, for nep plan --loads)."""
     loads_out: Path | None = None
     """Write expert loads per step, layer and expert (NPZ)."""
     save_params: Path | None = None
@@ -263,6 +277,14 @@ def _checked(options: Options, num_slots: int) -> _Request:
         json=options.json,
         plan=plan,
         plan_changes=_plan_changes(options.change_plan),
+        balance=BalanceConfig(
+            compensate=options.compensate,
+            rebalance_every=options.rebalance_every,
+            bytes_per_boundary=options.rebalance_mib << 20,
+            hardware=None if options.hardware is None else read_hardware(options.hardware),
+            bias_to_speed=options.router_bias_to_speed,
+            router_stats_out=options.router_stats_out,
+        ),
     )
     config.check(shape, num_slots)
     data = load_text(options.data).samples(seq_len=config.seq_len, seed=config.seed)
@@ -400,6 +422,8 @@ class _View:
         result = outcome(trainer, request.shape.name)
         if config.loads_out is not None:
             write_loads(config.loads_out, trainer, request.shape.name)
+        if config.balance.router_stats_out is not None:
+            write_router_stats(config.balance.router_stats_out, trainer, request.shape.name)
         if config.json is not None:
             write_json(config.json, result)
         page = summary(

@@ -48,6 +48,7 @@ def make_run(
         timeouts=Timeouts(base_s=config.timeout_base_s),
         keep_loads=config.loads_out is not None,
         router_bias_rate=config.router_bias_rate,
+        bias_to_speed=config.balance.bias_to_speed,
         num_replicas=config.replicas,
         lane_slots=config.tp,
     )

@@ -25,6 +25,7 @@ def outcome(trainer: Trainer, model_name: str) -> dict[str, Any]:
     size = config.global_batch_size
     expected = {step: (size, expected_hash((step - 1) * size, size)) for step in range(1, config.steps + 1)}
     lost, repeated = history.samples_lost_and_repeated(expected)
+    adjustments = trainer.balance.adjustments
     injected = fired(config.failures, trainer.run_state.store)
     return {
         "schema": SCHEMA,
@@ -47,6 +48,8 @@ def outcome(trainer: Trainer, model_name: str) -> dict[str, Any]:
         "resumed_step": trainer.resumed_step,
         "data_digest": trainer.data.digest,
         "layout": trainer.plan.number,
+        "compensations": [one.to_json() for one in adjustments if one.kind == "compensation"],
+        "rebalances": [one.to_json() for one in adjustments if one.kind == "rebalance"],
         "unprotected_intervals": len(trainer.plan.unprotected(trainer.run_state.recipe.lines)),
         "failures": [
             {"failure": str(failure), "fired": index in injected} for index, failure in enumerate(config.failures)
@@ -67,6 +70,28 @@ def _finite(value: Any) -> Any:
     if isinstance(value, list):
         return [_finite(entry) for entry in value]
     return None if isinstance(value, float) and not math.isfinite(value) else value
+
+
+def write_router_stats(path: Path, trainer: Trainer, model_name: str) -> None:
+    """What the router did over the whole job and lately: NPZ that `nep plan --loads` reads.
+
+    Raises:
+        ValueError: no step was committed.
+    """
+    statistics = trainer.balance.statistics
+    unfinished = path.with_name(path.name + ".unfinished")
+    with unfinished.open("wb") as file:
+        np.savez_compressed(
+            file,
+            mean=statistics.mean,
+            variance=statistics.variance,
+            ema=statistics.ema,
+            ema_variance=statistics.ema_variance,
+            num_steps=np.array(statistics.num_steps),
+            model=np.array(model_name),
+            format_version=np.array(LOADS_FORMAT_VERSION),
+        )
+    os.replace(unfinished, path)
 
 
 def write_loads(path: Path, trainer: Trainer, model_name: str) -> None:

@@ -3,12 +3,12 @@
 from __future__ import annotations
 
 import math
-import time
 from collections.abc import Callable
 
 import torch
 from torch import nn
 
+from nep.distributed.compute_clock import ComputeClock, HostClock, watching
 from nep.fault_tolerance.commit import StepSums
 from nep.moe.aux_losses import SumCounts
 from nep.moe.routing_state import RoutingState
@@ -64,6 +64,7 @@ def forward_backward(
     first_sample: int,
     micro_batch_size: int,
     probe: Callable[[str], None],
+    clock: ComputeClock | None = None,
 ) -> StepSums:
     """Run this slot's rounds of one step, gradients of the summed loss adding up in `sync.grads`, and start the sums
     over slots while the last round's backward runs. `reduction.finish` is left to the caller.
@@ -76,12 +77,30 @@ def forward_backward(
         first_sample: global index of the step's first sample.
         micro_batch_size: sequences per round.
         probe: failure injection.
+        clock: counts what this slot computes; None: the host does.
     """
+    clock = clock or HostClock()
+    with watching(reduction.waiter, clock):
+        return _rounds(model, overlap, sync, reduction, data, first_sample, micro_batch_size, probe, clock)
+
+
+def _rounds(
+    model: nn.Module,
+    overlap: Overlap,
+    sync: GradSync,
+    reduction: Reduction,
+    data: SampleSource,
+    first_sample: int,
+    micro_batch_size: int,
+    probe: Callable[[str], None],
+    clock: ComputeClock,
+) -> StepSums:
+    """See `forward_backward`."""
     offset, count, most = share_of(sync.state.plan, sync.state.slot)
     speaks = _speaks_for_lane(sync.state.plan, sync.state.slot)
     probe("forward")
     sync.zero_grads()
-    start = time.perf_counter()
+    start = clock.seconds()
     loss_sum, tokens, samples, sample_hash = 0.0, 0, 0, 0
     counts_le: torch.Tensor | None = None
     num_rounds = max(1, math.ceil(most / micro_batch_size))
@@ -116,7 +135,7 @@ def forward_backward(
         samples=samples,
         sample_hash=sample_hash % 2**64,
         counts_le=counts_le,
-        seconds=time.perf_counter() - start,
+        seconds=clock.seconds() - start,
     )
 
 

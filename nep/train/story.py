@@ -34,6 +34,7 @@ class Story:
         resumed_step: that of the checkpoint which the job began with, or 0.
         stopping: the job ends after the last committed step.
         first_plan: canonical JSON.
+        adjustments: changes of plan that the job made by itself, see `nep.train.adjustments`.
     """
 
     history: History
@@ -46,6 +47,7 @@ class Story:
     resumed_step: int = 0
     stopping: bool = False
     first_plan: str = ""
+    adjustments: list[dict[str, Any]] = field(default_factory=list)
 
     def to_bytes(self) -> bytes:
         """Length of the JSON, the JSON, the counts. Floats are exact: Python writes them so that they read back."""
@@ -65,6 +67,7 @@ class Story:
                 "resumed_step": self.resumed_step,
                 "stopping": self.stopping,
                 "first_plan": self.first_plan,
+                "adjustments": self.adjustments,
             }
         ).encode()
         stacked = torch.stack(counts).numpy().tobytes() if counts else b""
@@ -98,6 +101,7 @@ class Story:
             resumed_step=value["resumed_step"],
             stopping=value["stopping"],
             first_plan=value["first_plan"],
+            adjustments=value["adjustments"],
         )
 
 

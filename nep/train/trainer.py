@@ -35,6 +35,7 @@ from nep.parallel.state import SlotState
 from nep.planning.cluster import Cluster
 from nep.planning.layout import Lines
 from nep.planning.plan import Plan
+from nep.train.adjustments import Adjustment
 from nep.train.alerts import Alerts
 from nep.train.boundary import Boundary
 from nep.train.checkpoints import STOPPED, Checkpoints
@@ -86,6 +87,7 @@ class Trainer:
         self.model: nn.Module
         self._overlap: Overlap
         self._boundary = Boundary(self, self._install, self._announce)
+        self.balance = self._boundary.balance
         self.run_state: SlotRun
         self.resumed_step = 0  # of the checkpoint that this run began with
         self._signals = StopSignals()
@@ -271,6 +273,7 @@ class Trainer:
             resumed_step=self.resumed_step,
             stopping=self.run_state.stopping,
             first_plan=self.plans[0].canonical_json() if self.plans else "",
+            adjustments=[one.to_json() for one in self.balance.adjustments],
         ).to_bytes()
 
     def _take(self, told: bytes) -> None:
@@ -280,6 +283,7 @@ class Trainer:
         self.validation_losses, self.full_size_s = story.validation_losses, story.full_size_s
         self._short_since, self.resumed_step = story.short_since, story.resumed_step
         self.run_state.stopping = story.stopping
+        self.balance.adjustments = [Adjustment.from_json(one) for one in story.adjustments]
         self.plans = [Plan.from_json(story.first_plan)] if story.first_plan else []
         if story.recovery is not None and self._recovery is not None:
             for item in dataclasses.fields(Recovery):

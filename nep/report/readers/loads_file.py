@@ -14,7 +14,7 @@ from nep.planning.loads import ExpertLoads
 from nep.planning.shapes import ModelShape
 from nep.report.readers.files import check_version, read_json, read_text
 
-# Of the NPZ that `scripts/train.py --loads-out` writes.
+# Of the NPZ files that `scripts/train.py` writes with --loads-out and --router-stats-out.
 NEWEST_FORMAT = 1
 _KEYS = ("counts", "logical_count")
 _FORMS = (
@@ -30,11 +30,15 @@ class LoadsFile:
         counts: float64 [steps, layers, experts].
         where: the file, for messages.
         model: name of the model that they are of, if the file says so.
+        variance: float64 [layers, experts], if the file has statistics in place of counts; `counts` is their mean then.
+        num_steps: that such statistics are of.
     """
 
     counts: NDArray[np.float64]
     where: str
     model: str | None = None
+    variance: NDArray[np.float64] | None = None
+    num_steps: int = 0
 
 
 def read_loads(path: Path, shape: ModelShape, *, last_steps: int | None = None) -> ExpertLoads:
@@ -56,6 +60,12 @@ def loads_of(read: LoadsFile, shape: ModelShape, *, last_steps: int | None = Non
         ValueError: the counts are of a model of other sizes, or of fewer steps.
     """
     counts = moe_layers(read.counts, shape, read.where)
+    if read.variance is not None:
+        if last_steps is not None:
+            raise ValueError(f"last steps ({last_steps}) cannot be told apart in the statistics of {read.where}")
+        return ExpertLoads(
+            mean=counts[0], variance=moe_layers(read.variance[None], shape, read.where)[0], num_steps=read.num_steps
+        )
     if last_steps is not None:
         if not 1 <= last_steps <= counts.shape[0]:
             raise ValueError(f"last steps ({last_steps}) must be 1 to {counts.shape[0]}, the steps of {read.where}")
@@ -160,6 +170,14 @@ def _from_arrays(arrays: Mapping[str, Any], path: Path) -> LoadsFile:
     for key in _KEYS:
         if key in arrays:
             return LoadsFile(counts=_counts(arrays[key], str(path)), where=str(path), model=model)
+    if "ema" in arrays and "ema_variance" in arrays:
+        return LoadsFile(
+            counts=_counts(arrays["ema"], str(path)),
+            where=str(path),
+            model=model,
+            variance=_counts(arrays["ema_variance"], str(path))[0],
+            num_steps=int(np.asarray(arrays.get("num_steps", 0))),
+        )
     # A table for each of several workloads, by name: each counts as a step.
     tables = [_counts(entry, f"{path}, {name}") for name, entry in arrays.items() if _is_table(entry)]
     if not tables or len({table.shape for table in tables}) > 1:

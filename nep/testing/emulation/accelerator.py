@@ -116,7 +116,13 @@ class Accelerator:
         self.accounts = Accounts()
         self._speed = speed
         self._kernels = 0.0
+        self._compute_s = 0.0
         self._links: dict[str, float] = defaultdict(float)
+
+    @property
+    def compute_s(self) -> float:
+        """Seconds of all kernels so far; links and waits are not in it."""
+        return self._compute_s
 
     @property
     def idle_from(self) -> float:
@@ -138,6 +144,7 @@ class Accelerator:
         start = self.idle_from
         taken = seconds / self._speed(self.slot, self.step, start)
         self._kernels = start + taken
+        self._compute_s += taken
         self.accounts.busy[kind] += taken
 
     def carry(self, seconds: Mapping[str, float]) -> Leg:

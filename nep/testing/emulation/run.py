@@ -12,13 +12,18 @@ import threading
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 
+import numpy as np
+import numpy.typing as npt
+
 from nep.fault_tolerance.runtime import SlotRun
+from nep.fault_tolerance.vote import unpack_records
 from nep.planning.cluster import Cluster
 from nep.planning.plan import Plan
 from nep.planning.planner import plan_after_failure, plan_mirrors
 from nep.planning.shapes import parameter_lines
-from nep.testing.emulation.accelerator import Accounts, WallClock
+from nep.testing.emulation.accelerator import Accounts, Speed, WallClock
 from nep.testing.emulation.links import Board
+from nep.testing.emulation.scaling import Scale
 from nep.testing.emulation.setting import LABEL, Emulation, SlotFailure, SpeedChange, num_cpus
 from nep.testing.emulation.slot import EmulatedSlot, Marker, Stretch
 from nep.testing.threads import ThreadSlot, run_slots
@@ -28,6 +33,55 @@ _DEADLINE_S = 120.0
 
 Replan = Callable[[Plan, Cluster], Plan]
 """(plan in force, cluster with the failure) -> plan for the survivors, with the next number."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class EmulatedVote:
+    """What all slots know of a committed step.
+
+    Attributes:
+        step: its number.
+        plan: that it ran under.
+        seconds: slot -> compute seconds, as voted.
+        counts_le: [layers, experts], tokens of the full model.
+    """
+
+    step: int
+    plan: Plan
+    seconds: Mapping[int, float]
+    counts_le: npt.NDArray[np.float64]
+
+
+Steer = Callable[[EmulatedVote], Plan | None]
+"""Called once per committed step; the plan to change to before the next one, or None."""
+
+
+class _Helm:
+    """Asks `steer` once per step, whichever slot gets there first, and tells all slots the same."""
+
+    def __init__(self, steer: Steer, tokens: float):
+        self._steer, self._tokens = steer, tokens
+        self._lock = threading.Lock()
+        self._decided: dict[int, Plan | None] = {}
+
+    def goes_on(self, run: SlotRun) -> bool:
+        """Whether the plan in force stays after the step that `run` has committed."""
+        step = run.progress.tx
+        with self._lock:
+            if step not in self._decided:
+                assert run.progress.result is not None
+                vote = EmulatedVote(
+                    step=step,
+                    plan=run.state.plan,
+                    seconds={record.slot: record.seconds for record in unpack_records(run.progress.result)},
+                    counts_le=run.history.counts_le[-1].numpy() * self._tokens,
+                )
+                self._decided[step] = self._steer(vote)
+            return self._decided[step] is None
+
+    def plan_after(self, step: int) -> Plan | None:
+        """What was decided."""
+        return self._decided.get(step)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -127,6 +181,7 @@ def run_emulated(
     steps: int = 3,
     schedule: Sequence[SpeedChange | SlotFailure] = (),
     replan: Replan | None = None,
+    steer: Steer | None = None,
 ) -> EmulatedRun:
     """Train some steps.
 
@@ -136,6 +191,7 @@ def run_emulated(
         steps: how many.
         schedule: slots that change their speed or fail.
         replan: after a failure; by default the plan that recovery makes, with mirrors completed.
+        steer: may change the plan after any step.
 
     Raises:
         ValueError: plan, workload and schedule do not fit each other.
@@ -147,20 +203,29 @@ def run_emulated(
     result: list[EmulatedStep] = []
     moved: dict[int, float] = {}
     used, passed, behind = 0.0, 0.0, 0.0
+    speed = emulation.speed_under(plan, changes)
+    helm = None
+    if steer is not None:
+        helm = _Helm(steer, Scale.of(emulation.shape, emulation.workload, emulation.seq_len).tokens)
     bounds = sorted({event.step for event in schedule if isinstance(event, SlotFailure)} | {1})
     for first, following in zip(bounds, [*bounds[1:], steps + 1], strict=True):
         failed = [event.slot for event in schedule if isinstance(event, SlotFailure) and event.step == first]
         if failed:
             cluster = cluster.fail(failed)
             plan = (replan or _recovered(emulation))(plan, cluster)
-        clock = WallClock(emulation.pace)
-        slots = _stretch(plan, emulation, changes, first, following - 1, runs, clock)
-        used, passed = used + clock.used_s()[0], passed + clock.used_s()[1]
-        runs = {slot: one.run for slot, one in slots.items()}
-        behind = max(behind, *(one.behind_s for one in slots.values()))
-        if failed:
-            moved[plan.number] = max(one.moved_s for one in slots.values())
-        result += _steps(plan, first, {slot: one.markers for slot, one in slots.items()})
+        changed = bool(failed)
+        while first < following:
+            clock = WallClock(emulation.pace)
+            slots = _stretch(plan, emulation, speed, first, following - 1, runs, clock, helm)
+            used, passed = used + clock.used_s()[0], passed + clock.used_s()[1]
+            runs = {slot: one.run for slot, one in slots.items()}
+            behind = max(behind, *(one.behind_s for one in slots.values()))
+            if changed:
+                moved[plan.number] = max(one.moved_s for one in slots.values())
+            done = _steps(plan, first, {slot: one.markers for slot, one in slots.items()})
+            result, first = result + done, first + len(done)
+            wanted = helm.plan_after(first - 1) if helm is not None else None
+            plan, changed = (plan, False) if wanted is None else (wanted, True)
     share = used / passed / num_cpus()
     if emulation.pace and share > MOST_CPU_SHARE:
         raise RuntimeError(
@@ -175,11 +240,12 @@ def run_emulated(
 def _stretch(
     plan: Plan,
     emulation: Emulation,
-    changes: tuple[SpeedChange, ...],
+    speed: Speed,
     first: int,
     last: int,
     runs: Mapping[int, SlotRun],
     clock: WallClock,
+    helm: _Helm | None,
 ) -> dict[int, EmulatedSlot]:
     """Steps under one plan, on fresh threads and groups."""
     barrier = threading.Barrier(len(plan.slots), action=clock.start, timeout=_DEADLINE_S)
@@ -188,10 +254,11 @@ def _stretch(
         plan=plan,
         first=first,
         last=last,
-        speed=emulation.speed_under(plan, changes),
+        speed=speed,
         clock=clock,
         start=barrier.wait,
         board=Board(),
+        goes_on=helm.goes_on if helm is not None else lambda run: True,
     )
 
     def act(me: ThreadSlot) -> EmulatedSlot:

@@ -56,6 +56,27 @@ class Marker:
     accounts: Accounts
 
 
+class EmulatedClock:
+    """What the kernels of an emulated accelerator take; see `nep.distributed.compute_clock`.
+
+    Args:
+        accelerator: whose.
+    """
+
+    def __init__(self, accelerator: Accelerator) -> None:
+        self._accelerator = accelerator
+
+    def wait_begins(self) -> None:
+        """Kernels alone count."""
+
+    def wait_ends(self) -> None:
+        """Kernels alone count."""
+
+    def seconds(self) -> float:
+        """See `ComputeClock`."""
+        return self._accelerator.compute_s
+
+
 @dataclass(frozen=True, kw_only=True)
 class Stretch:
     """Steps that run under one plan; shared by the threads of all its slots.
@@ -69,6 +90,7 @@ class Stretch:
         start: called by each slot when it is ready, before moving state and before the first step; returns when all
             are, and the clock is at 0 then.
         board: of this stretch.
+        goes_on: asked by every slot after each step, with its run; False ends the stretch there, on all slots alike.
     """
 
     emulation: Emulation
@@ -79,6 +101,7 @@ class Stretch:
     clock: WallClock
     start: Callable[[], object]
     board: Board
+    goes_on: Callable[[SlotRun], bool] = lambda run: True
 
 
 class EmulatedSlot:
@@ -156,10 +179,13 @@ class EmulatedSlot:
                 first_sample=(step - 1) * stretch.plan.global_batch_size,
                 micro_batch_size=stretch.emulation.workload.micro_batch_size,
                 probe=probe,
+                clock=EmulatedClock(accelerator),
             )
             commit_step(self.run, step, sums, reduction)
             overlap.returning = self.run.returning
             self._mark()
+            if not stretch.goes_on(self.run):
+                break
         settle(self.run)
 
     def _mark(self) -> None:
@@ -190,6 +216,7 @@ class EmulatedSlot:
                 optimizer=OptimizerConfig(lr=1e-3, warmup_steps=0),
                 total_steps=10**6,
                 timeouts=Timeouts(base_s=self._me.waiter.deadline_s),
+                keep_loads=True,
             ),
             probe=self._probe,
             cluster=emulation.cluster,

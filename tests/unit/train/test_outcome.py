@@ -20,10 +20,13 @@ from nep.fault_tolerance.injection import Failure
 from nep.fault_tolerance.timeline import PHASES, Recovery
 from nep.planning.cluster import Cluster
 from nep.planning.planner import plan_after_failure, plan_from_scratch
+from nep.planning.router_statistics import RouterStatistics
 from nep.planning.shapes import parameter_lines, preset
+from nep.report.readers.loads_file import read_loads
+from nep.train.adjustments import Adjustment
 from nep.train.config import TrainConfig
 from nep.train.data import expected_hash
-from nep.train.outcome import SCHEMA, outcome, write_json, write_loads
+from nep.train.outcome import SCHEMA, outcome, write_json, write_loads, write_router_stats
 from nep.train.trainer import Trainer
 
 STEPS, BATCH = 3, 4
@@ -41,6 +44,30 @@ def committed(step: int) -> Committed:
         grad_norm=0.1 * step,
         skipped=False,
     )
+
+
+ADJUSTMENT = Adjustment(
+    kind="rebalance",
+    step=1,
+    what="moves that pay",
+    why="busy experts",
+    predicted_gain=0.25,
+    predicted_move_s=0.5,
+    moved_bytes=1024,
+    speeds_ppm={0: 1_000_000, 2: 500_000},
+    boundaries=2,
+    move_s=0.75,
+    done_step=2,
+    before_s=3.0,
+    after_s=2.0,
+)
+
+
+def statistics() -> RouterStatistics:
+    found = RouterStatistics()
+    for counts in COUNTS:
+        found.update(counts.numpy())
+    return found
 
 
 def make_trainer(**changes: Any) -> Trainer:
@@ -63,6 +90,7 @@ def make_trainer(**changes: Any) -> Trainer:
             Recovery(failed_at=10.0, entered_at=10.1, agreed_at=10.2, rebuilt_at=10.4, moved_at=10.5, resumed_at=11.0)
         ],
         "data": SimpleNamespace(digest="abc"),
+        "balance": SimpleNamespace(adjustments=[ADJUSTMENT], statistics=statistics()),
         "run_state": SimpleNamespace(
             history=History(steps=[committed(step) for step in range(1, STEPS + 1)], counts_le=COUNTS),
             store=SimpleNamespace(get=keys.get),
@@ -100,11 +128,47 @@ def test_the_object_has_these_entries() -> None:
         "resumed_step": 0,
         "data_digest": "abc",
         "layout": 2,
+        "compensations": [],
+        "rebalances": [
+            {
+                "kind": "rebalance",
+                "step": 1,
+                "what": "moves that pay",
+                "why": "busy experts",
+                "predicted_gain": 0.25,
+                "predicted_move_s": 0.5,
+                "moved_bytes": 1024,
+                "speeds_ppm": {"0": 1_000_000, "2": 500_000},
+                "boundaries": 2,
+                "move_s": 0.75,
+                "done_step": 2,
+                "before_s": 3.0,
+                "after_s": 2.0,
+                "measured_gain": 0.5,
+            }
+        ],
         "failures": [
             {"failure": "1@2:kill@forward", "fired": True},
             {"failure": "0@3:kill@forward", "fired": False},
         ],
     }
+
+
+def test_an_adjustment_is_read_back_and_says_what_came_of_it() -> None:
+    assert Adjustment.from_json(json.loads(ADJUSTMENT.why_json())) == ADJUSTMENT
+    assert "predicted +25.0%, measured +50.0% (3 -> 2 s a step)" in ADJUSTMENT.result
+    assert "not measured" in dataclasses.replace(ADJUSTMENT, after_s=None).result
+
+
+def test_router_statistics_are_what_the_planner_reads(tmp_path: Path) -> None:
+    path, trainer = tmp_path / "router.npz", make_trainer()
+    write_router_stats(path, trainer, "debug")
+    read = read_loads(path, preset("debug"))
+    assert read.num_steps == STEPS and np.array_equal(read.mean, statistics().ema)
+    assert read.variance is not None and np.array_equal(read.variance, statistics().ema_variance)
+    assert np.array_equal(np.load(path)["mean"], torch.stack(COUNTS).double().mean(0))
+    with pytest.raises(ValueError, match="cannot be told apart"):
+        read_loads(path, preset("debug"), last_steps=2)
 
 
 def test_a_hole_in_the_ledger_shows() -> None:

@@ -37,6 +37,7 @@ def test_there_and_back(keeps_loads: bool) -> None:
         full_size_s=[0.25],
         short_since=1e9 + 1 / 3,
         first_plan="{}",
+        adjustments=[{"kind": "rebalance", "predicted_gain": 1 / 3}],
     )
     told = Story.from_bytes(story.to_bytes())
     assert [tensor.tolist() for tensor in told.history.counts_le] == [tensor.tolist() for tensor in counts]

@@ -1,0 +1,280 @@
+"""Keeps a running job balanced: measures, proposes plans, and walks to them between steps.
+
+Every slot keeps the same books from committed state. The slot that speaks for the job asks the planner now and then and
+proposes what pays (`nep.fault_tolerance.proposals`); all slots turn to it at the same boundary, in stages if it is
+large. A new generation drops whatever was under way: the plan in force is complete at any time.
+"""
+
+from __future__ import annotations
+
+import json
+import logging
+import math
+import time
+from collections.abc import Callable, Mapping
+from typing import TYPE_CHECKING
+
+from nep.fault_tolerance.proposals import newest, propose, read_plan
+from nep.fault_tolerance.vote import unpack_records
+from nep.planning.compensate import Boost
+from nep.planning.cost.work import WorkOfSlots
+from nep.planning.cost.workload import Workload
+from nep.planning.pace import PaceMeter
+from nep.planning.plan import Plan
+from nep.planning.router_statistics import RouterStatistics
+from nep.planning.stages import next_stage, reached
+from nep.train.adjustments import Adjustment, StepSeconds
+from nep.train.proposals import Proposals, Situation
+
+if TYPE_CHECKING:
+    from nep.train.trainer import Trainer
+
+log = logging.getLogger(__name__)
+
+_EQUALLY_FAST = 0.05
+"""Slots that differ by less count as equally fast."""
+
+_SPEED_GRAIN = 10_000
+"""Speeds are rounded to so many parts per million: what is measured is no more exact."""
+
+_NEWS = 0.08
+"""Logarithm by which a speed must differ from the plan's to be thought about."""
+
+_FIRST_STEPS = 2
+"""Steps of a generation before a plan is proposed: loads and speeds must have been seen."""
+
+
+class Balance:
+    """The balance of one trainer's job.
+
+    Args:
+        trainer: whose.
+        announce: says a line to people, from the slot that speaks for the job.
+        boost: power, see `nep.planning.compensate`; None: there is none.
+    """
+
+    def __init__(self, trainer: Trainer, announce: Callable[[str], None], boost: Boost | None = None) -> None:
+        self._trainer, self._announce, self._boost = trainer, announce, boost
+        self._config = trainer.config.balance
+        self.statistics = RouterStatistics(self._config.half_life_steps)
+        self.adjustments: list[Adjustment] = []
+        self.goal: Plan | None = None
+        self.meter = PaceMeter(self._config.pace)
+        self._seconds: dict[int, float] = {}
+        self._work: tuple[int, WorkOfSlots] | None = None
+        self._generation = 0
+        self._first_step = 0
+        self._handled = 0  # number of the last request that was looked at
+        self._pending = 0  # number of the proposal that is not in effect yet, if it is this slot's
+        self._asked_from = -1  # number of the plan in force when the last stage was asked for
+        self._changed_at = 0  # the step after which the plan last changed
+        self._news = False
+        self._due = False
+        self._thought: dict[int, int] = {}  # speeds that nothing could be done about
+        self._walls = StepSeconds(self._config.measured_steps)
+        self._began: float | None = None
+        self._moving: float | None = None
+
+    # At a boundary, in this order; all slots alike.
+
+    def observe(self) -> None:
+        """A step is committed: measure."""
+        trainer, run = self._trainer, self._trainer.run_state
+        now = time.perf_counter()
+        if run.current.number != self._generation:
+            self._begin(run.current.number)
+        if self._began is not None:
+            self._walls.add(now - self._began)
+        self._began = None
+        if run.routing is None or run.progress.result is None or run.history.steps[-1].skipped:
+            return
+        counts = run.routing.counts_le.numpy()
+        self.statistics.update(counts)
+        seconds = {record.slot: record.seconds for record in unpack_records(run.progress.result)}
+        if set(seconds) != set(trainer.plan.slots):
+            return
+        self._seconds = {
+            slot: value if slot not in self._seconds else 0.7 * self._seconds[slot] + 0.3 * value
+            for slot, value in seconds.items()
+        }
+        for change in self.meter.observe(seconds, self._work_under(trainer.plan).of(counts)):
+            self._news = True
+            log.info("pace after step %d: %s", trainer.step, change)
+            if trainer.reports:
+                self._announce(f"pace after step {trainer.step}: {change}")
+        self._measure()
+
+    def next_plan(self) -> Plan | None:
+        """The plan to change to at this boundary, or None."""
+        trainer, run = self._trainer, self._trainer.run_state
+        plan = trainer.plan
+        effective = run.history.request
+        fresh = run.requests.known[self._handled : effective]
+        self._handled = max(self._handled, effective)
+        if effective >= self._pending:
+            self._pending = 0
+        if self.goal is not None and self._asked_from == plan.number:
+            self.forget()  # it was refused
+        proposal = newest(fresh, plan.number)
+        if proposal is not None and self.goal is None and not run.stopping and trainer.step < trainer.config.steps:
+            self.goal = read_plan(run, proposal)
+            self._start(Adjustment.from_json(json.loads(proposal.why)))
+        if self.goal is None:
+            return None
+        stage = next_stage(
+            plan,
+            self.goal,
+            run.recipe.lines,
+            most_bytes=self._config.bytes_per_boundary,
+            parameter_bytes=run.recipe.dtype.itemsize,
+        )
+        self._asked_from, self._moving = plan.number, time.perf_counter()
+        return stage
+
+    def forget(self) -> None:
+        """Somebody else has changed the plan, or it cannot be reached."""
+        self.goal, self._moving = None, None
+
+    def crossed(self) -> None:
+        """The boundary is crossed: the next step begins, after this slot has thought if it is its turn."""
+        trainer = self._trainer
+        if self._moving is not None and trainer.plan.number == self._asked_from:
+            self._moving = None  # it was refused, and will be forgotten
+        elif self._moving is not None:
+            current = self.adjustments[-1]
+            current.boundaries += 1
+            current.move_s += time.perf_counter() - self._moving
+            self._moving, self._changed_at, self._work = None, trainer.step, None
+            self.meter.restart()
+            self._walls.clear()
+            if self.goal is not None and reached(trainer.plan, self.goal):
+                self.goal, current.done_step = None, trainer.step
+        elif self._work is not None and self._work[0] != trainer.plan.number:
+            self.meter.restart()
+            self._walls.clear()
+        if trainer.reports:
+            self._think()
+        self._began = time.perf_counter()
+
+    # Books.
+
+    def _begin(self, generation: int) -> None:
+        """A new generation: nothing is under way in it."""
+        run = self._trainer.run_state
+        after_failure = self._generation > 0
+        self._generation, self._handled, self._pending = generation, run.history.request, 0
+        self._first_step, self._changed_at, self._thought = self._trainer.step, self._trainer.step, {}
+        self.forget()
+        self._seconds, self._work, self._began = {}, None, None
+        self.meter = PaceMeter(self._config.pace)
+        self._walls.clear()
+        self._due = after_failure and self._config.rebalance_every > 0
+
+    def _start(self, adjustment: Adjustment) -> None:
+        adjustment.step, adjustment.before_s = self._trainer.step, self._walls.median()
+        self.adjustments.append(adjustment)
+        self._news = False
+        log.warning("%s", adjustment.announcement)
+        if self._trainer.reports:
+            self._announce(adjustment.announcement)
+
+    def _measure(self) -> None:
+        """What came of the last change, once there are enough steps after it."""
+        last = self.adjustments[-1] if self.adjustments else None
+        if last is None or last.done_step is None or last.after_s is not None or not self._walls.is_full:
+            return
+        last.after_s = self._walls.median()
+        log.warning("%s", last.result)
+        if self._trainer.reports:
+            self._announce(last.result)
+
+    def _work_under(self, plan: Plan) -> WorkOfSlots:
+        if self._work is None or self._work[0] != plan.number:
+            config = self._trainer.config
+            work = WorkOfSlots(
+                plan,
+                self._trainer.run_state.recipe.lines,
+                tokens_per_sequence=config.seq_len,
+                micro_batch_size=config.sequences_per_round(plan),
+            )
+            self._work = plan.number, work
+        return self._work[1]
+
+    # Thinking, on the slot that speaks for the job.
+
+    def _think(self) -> None:
+        """Ask the planner if there is a reason to, and propose what pays."""
+        trainer, config = self._trainer, self._config
+        step, run = trainer.step, trainer.run_state
+        if not config.acts or len(trainer.members) < 2 or run.stopping or step >= trainer.config.steps - 1:
+            return
+        every = config.rebalance_every
+        due = bool(every) and (step % every == 0 or self._due)
+        if self.goal is not None or self._pending or self.statistics.num_steps == 0:
+            return
+        if step - self._first_step < _FIRST_STEPS:
+            return
+        rests = step - self._changed_at < config.cooldown_steps and self._changed_at > self._first_step
+        speeds = self._speeds()
+        if config.compensate == "auto" and not rests and self._is_news(speeds):
+            self._thought = speeds
+            if self._propose(*self._proposals().compensation(self._situation(speeds))):
+                return
+        if due and not rests:
+            self._due = False
+            known = dict(zip(trainer.plan.slots, trainer.plan.speeds_ppm, strict=True))
+            self._propose(*self._proposals().rebalance(self._situation(known)))
+
+    def _speeds(self) -> dict[int, int]:
+        """Speeds as a plan should know them."""
+        measured = self.meter.speeds_ppm(least_change=_EQUALLY_FAST)
+        return {slot: max(_SPEED_GRAIN, round(speed / _SPEED_GRAIN) * _SPEED_GRAIN) for slot, speed in measured.items()}
+
+    def _is_news(self, speeds: Mapping[int, int]) -> bool:
+        """Whether speeds differ from what the plan goes by, and from what was thought about in vain."""
+        plan = self._trainer.plan
+        if set(speeds) != set(plan.slots):
+            return False
+        planned = dict(zip(plan.slots, plan.speeds_ppm, strict=True))
+        least = _NEWS if self._news else max(_NEWS, 3 * self.meter.noise)
+
+        def differs(others: Mapping[int, int]) -> bool:
+            return any(abs(math.log(speeds[slot] / others.get(slot, 1_000_000))) > least for slot in speeds)
+
+        return differs(planned) and (not self._thought or differs(self._thought) or self._news)
+
+    def _situation(self, speeds: Mapping[int, int]) -> Situation:
+        trainer = self._trainer
+        return Situation(
+            step=trainer.step,
+            steps_left=trainer.config.steps - trainer.step,
+            plan=trainer.plan,
+            cluster=trainer.run_state.cluster.with_speeds(speeds),
+            loads=self.statistics.loads(),
+            seconds=self._seconds,
+        )
+
+    def _propose(self, plan: Plan | None, adjustment: Adjustment) -> bool:
+        self._news = False
+        if plan is None:
+            self._announce(adjustment.announcement)
+            return False
+        self._pending = propose(self._trainer.run_state, plan, adjustment.why_json())
+        log.info("proposed as request %d: %s", self._pending, adjustment.why)
+        return True
+
+    def _proposals(self) -> Proposals:
+        trainer, config = self._trainer, self._trainer.config
+        shape = getattr(trainer.model, "shape", None)
+        if shape is None:
+            raise ValueError("model has no shape, which predictions need; give it one, or leave balance alone")
+        workload = Workload(
+            global_batch_size=config.global_batch_size,
+            micro_batch_size=config.sequences_per_round(trainer.plan),
+            seq_len=config.seq_len,
+            parameter_bytes=config.torch_dtype.itemsize,
+            recompute=config.recompute,
+            grad_sync="point_to_point",
+            overlap=True,
+        )
+        return Proposals(config.balance, shape, trainer.run_state.recipe.lines, workload, self._boost)
