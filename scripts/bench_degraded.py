@@ -4,7 +4,7 @@ Real ranks (threads) run the real training code on a scaled-down model under the
 planner's prediction stands beside every number. Nothing is about this machine.
 
 Examples:
-    OMP_NUM_THREADS=1 python scripts/bench_degraded.py --json --svg docs/benchmarks/degraded.svg
+    OMP_NUM_THREADS=1 python scripts/bench_degraded.py --data DIR --json --svg docs/benchmarks/degraded.svg
     OMP_NUM_THREADS=1 python scripts/bench_degraded.py --quick --only failed
 """
 
@@ -14,7 +14,7 @@ import json
 import sys
 import time
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -29,6 +29,8 @@ from nep.testing.degraded_bench.failures import MOST_FAILED, FailureTable, run_f
 from nep.testing.degraded_bench.jobs import JOBS, Job, small
 from nep.testing.degraded_bench.measure import Bench
 from nep.testing.degraded_bench.picture import picture
+from nep.testing.degraded_bench.skewed import run_skewed, skewed_jobs
+from nep.testing.degraded_bench.slow import WITHIN_STEPS, run_slow
 from nep.testing.emulation.setting import LABEL
 from nep.testing.machine import machine_text
 
@@ -51,6 +53,8 @@ class BenchOptions:
     pace: float = 0.0
     """Wall seconds of an emulated second; 0: nothing is slept and the time lines count, which no load changes.
     -1: what suits the shape."""
+    data: Path | None = None
+    """Folder with olmoe_routing, for the part skewed."""
     svg: Path | None = None
     """Where to draw the shares by number of failed slots."""
     json: bool = False
@@ -80,6 +84,7 @@ def _run(options: BenchOptions) -> dict[str, Any]:
     parts, jobs = _named("only", options.only, PARTS), _named("shapes", options.shapes, tuple(JOBS))
     if not 1 <= options.counts <= MOST_FAILED:
         raise ValueError(f"counts ({options.counts}) must be 1 to {MOST_FAILED}; a job is damaged where a slot fails")
+    skewed = [] if options.data is None or "skewed" not in parts else skewed_jobs(options.data)
     torch.set_num_threads(1)
     start = time.monotonic()
     print_text(f"{LABEL} accelerators, on {machine_text('torch')}")
@@ -87,14 +92,47 @@ def _run(options: BenchOptions) -> dict[str, Any]:
     chosen = [small(JOBS[name]) if options.quick else JOBS[name] for name in jobs]
     if "failed" in parts:
         result |= _failures(options, chosen)
+    if "slow" in parts:
+        result["slow"] = _slow(options, chosen)
+    if skewed:
+        result["skewed"] = _skewed(options, skewed)
+    elif "skewed" in parts:
+        print_text("skewed: left out; --data names the folder with real loads")
     print_text(f"{time.monotonic() - start:.0f} s in all")
     return result
+
+
+def _bench(options: BenchOptions, job: Job) -> Bench:
+    return Bench(job, build, None if options.pace < 0 else options.pace)
+
+
+def _slow(options: BenchOptions, jobs: list[Job]) -> dict[str, Any]:
+    """One slot of eight, in two replicas of four."""
+    found = {}
+    for job in jobs:
+        table = run_slow(
+            _bench(options, replace(job, slots_per_replica=4)),
+            within=8 if options.quick else WITHIN_STEPS,
+            tell=print_text,
+        )
+        print_text(table.text())
+        found[job.name] = table.to_json()
+    return found
+
+
+def _skewed(options: BenchOptions, jobs: list[tuple[Job, int]]) -> dict[str, Any]:
+    found = {}
+    for job, copies in jobs:
+        table = run_skewed(_bench(options, job), copies, tell=print_text)
+        print_text(table.text())
+        found[job.name] = table.to_json()
+    return found
 
 
 def _failures(options: BenchOptions, jobs: list[Job]) -> dict[str, Any]:
     tables: list[FailureTable] = []
     for job in jobs:
-        bench = Bench(job, build, None if options.pace < 0 else options.pace)
+        bench = _bench(options, job)
         tables.append(run_failures(bench, most=min(options.counts, job.slots_per_replica // 2), tell=print_text))
         print_text(tables[-1].text())
     if options.svg is not None:

@@ -3,9 +3,9 @@
 The transfers are cut into buckets by layer (`nep.parallel.grad_sync`, `Reduction` and `Return`). Sums of a bucket leave
 when its layer's backward is over; the host has waited for the mirrors of the bucket before last by then. Next it waits
 for the sums of the bucket before, and sends the finished ones on to the mirrors; nothing else starts meanwhile.
-Everybody waits for everybody's sums, so replicas go through the last backward layer by layer together, and a bucket costs what its
-busiest slot takes: seldom the same one in two layers. Parameters come back in the order of the forward, two buckets
-in flight.
+Everybody waits for everybody's sums, so replicas go through the last backward layer by layer together, and a bucket
+costs what its busiest slot takes: seldom the same one in two layers. Parameters come back in the order of the forward,
+two buckets in flight.
 
 Shapes: s slots of the plan.
 """

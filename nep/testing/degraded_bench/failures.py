@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -102,19 +102,26 @@ class FailureTable:
         }
 
 
-def run_failures(bench: Bench, *, most: int, tell: Callable[[str], None] = lambda _: None) -> FailureTable:
-    """Runs every policy for 0 to `most` failed slots of one replica, and 2 to `most` spread over both.
+def run_failures(
+    bench: Bench,
+    *,
+    most: int,
+    policies: Sequence[str] = (*POLICIES, *WITH_POWER),
+    tell: Callable[[str], None] = lambda _: None,
+) -> FailureTable:
+    """Runs policies for 0 to `most` failed slots of one replica, and 2 to `most` spread over both.
 
     Args:
         bench: of the job.
         most: slots that fail at most.
+        policies: which.
         tell: is told each share.
     """
     job = bench.job
     shares: dict[str, dict[str, dict[int, Share]]] = {}
     for where in WHERE:
         counts = range(most + 1) if where == WHERE[0] else range(2, most + 1)
-        for policy in (*POLICIES, *WITH_POWER):
+        for policy in policies:
             for count in counts:
                 measured = _measured(bench, policy, failed_slots(job, where, count))
                 share = bench.share(measured, count)
