@@ -4,13 +4,16 @@ Real ranks (threads) run the real training code on a scaled-down model under the
 planner's prediction stands beside every number. Nothing is about this machine.
 
 Examples:
-    OMP_NUM_THREADS=1 python scripts/bench_degraded.py --data DIR --json --svg docs/benchmarks/degraded.svg
+    OMP_NUM_THREADS=1 python scripts/bench_degraded.py --data DIR \\
+        --page docs/benchmarks/degraded.md --svg docs/benchmarks/degraded.svg --json
     OMP_NUM_THREADS=1 python scripts/bench_degraded.py --quick --only failed
 """
 
 from __future__ import annotations
 
+import datetime
 import json
+import subprocess
 import sys
 import time
 from collections.abc import Callable
@@ -28,6 +31,7 @@ from nep.report.terminal import print_text
 from nep.testing.degraded_bench.failures import MOST_FAILED, FailureTable, run_failures
 from nep.testing.degraded_bench.jobs import JOBS, Job, small
 from nep.testing.degraded_bench.measure import Bench
+from nep.testing.degraded_bench.page import write_page
 from nep.testing.degraded_bench.picture import picture
 from nep.testing.degraded_bench.skewed import run_skewed, skewed_jobs
 from nep.testing.degraded_bench.slow import WITHIN_STEPS, run_slow
@@ -55,6 +59,8 @@ class BenchOptions:
     -1: what suits the shape."""
     data: Path | None = None
     """Folder with olmoe_routing, for the part skewed."""
+    page: Path | None = None
+    """A page with lines `<!-- measured: begin -->` and `end`: what is measured is written between them."""
     svg: Path | None = None
     """Where to draw the shares by number of failed slots."""
     json: bool = False
@@ -98,8 +104,21 @@ def _run(options: BenchOptions) -> dict[str, Any]:
         result["skewed"] = _skewed(options, skewed)
     elif "skewed" in parts:
         print_text("skewed: left out; --data names the folder with real loads")
+    if options.svg is not None and "failed" in result:
+        options.svg.write_text(picture(result["failed"]))
+    if options.page is not None:
+        write_page(options.page, result, f"{datetime.date.today()}, {_commit()}")
     print_text(f"{time.monotonic() - start:.0f} s in all")
     return result
+
+
+def _commit() -> str:
+    """What this is about, if git says it."""
+    root = Path(__file__).resolve().parent.parent
+    asked = subprocess.run(
+        ["git", "describe", "--always", "--dirty"], cwd=root, capture_output=True, text=True, check=False
+    )
+    return f"commit {asked.stdout.strip()}" if asked.returncode == 0 else "no commit"
 
 
 def _bench(options: BenchOptions, job: Job) -> Bench:
@@ -135,8 +154,6 @@ def _failures(options: BenchOptions, jobs: list[Job]) -> dict[str, Any]:
         bench = _bench(options, job)
         tables.append(run_failures(bench, most=min(options.counts, job.slots_per_replica // 2), tell=print_text))
         print_text(tables[-1].text())
-    if options.svg is not None:
-        options.svg.write_text(picture(tables))
     values: dict[str, Callable[[FailureTable], Any]] = {
         "share_of_ideal": lambda table: table.shares_of_ideal(),
         "share_of_healthy": lambda table: table.shares_of_healthy(),

@@ -2,11 +2,15 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping
 from html import escape
+from typing import Any
 
-from nep.testing.degraded_bench.failures import WHERE, FailureTable
+from nep.testing.degraded_bench.failures import WHERE
 from nep.testing.emulation.setting import LABEL
+
+Shares = Mapping[str, Mapping[str, Any]]
+"""Policy -> number of failed slots -> what `Share.to_json` says."""
 
 _WIDTH, _HEIGHT = 300, 200
 _LEFT, _TOP, _BOTTOM, _GAP = 44, 44, 36, 36
@@ -14,15 +18,16 @@ _LEAST = 0.3
 _COLORS = ("#999999", "#c77", "#b22222", "#e08214", "#80b1d3", "#2166ac", "#1a9850", "#762a83", "#111111")
 
 
-def picture(tables: Sequence[FailureTable]) -> str:
+def picture(failed: Mapping[str, Mapping[str, Shares]]) -> str:
     """Samples per second over those of the healthy job, one panel for each job; failures in one replica.
 
     Args:
-        tables: at least one.
+        failed: job -> where -> shares; at least one job.
     """
-    panels = [_panel(table, _LEFT + index * (_WIDTH + _GAP)) for index, table in enumerate(tables)]
-    policies = list(tables[0].shares[WHERE[0]])
-    x = _LEFT + len(tables) * (_WIDTH + _GAP) - _GAP + 16
+    shares = {job: by_where[WHERE[0]] for job, by_where in failed.items()}
+    panels = [_panel(job, own, _LEFT + index * (_WIDTH + _GAP)) for index, (job, own) in enumerate(shares.items())]
+    policies = list(next(iter(shares.values())))
+    x = _LEFT + len(shares) * (_WIDTH + _GAP) - _GAP + 16
     legend = [
         f'<g transform="translate({x},{_TOP + 10 + 20 * index})"><path d="M0 0h18" stroke="{_color(index)}" '
         f'stroke-width="2"/><text x="24" y="4">{escape(policy)}</text></g>'
@@ -48,8 +53,11 @@ def _color(index: int) -> str:
     return "#000000" if index == 0 else _COLORS[(index - 1) % len(_COLORS)]
 
 
-def _panel(table: FailureTable, left: float) -> str:
-    shares = table.shares[WHERE[0]]
+def _panel(job: str, policies: Shares, left: float) -> str:
+    shares = {
+        name: {int(count): float(one["share_of_healthy"]) for count, one in counts.items()}
+        for name, counts in policies.items()
+    }
     most = max(max(counts) for counts in shares.values())
 
     def place(count: int, share: float) -> str:
@@ -57,7 +65,7 @@ def _panel(table: FailureTable, left: float) -> str:
         y = _TOP + _HEIGHT * (1 - (max(share, _LEAST) - _LEAST) / (1.02 - _LEAST))
         return f"{x:.1f} {y:.1f}"
 
-    rows = [f'<text x="{left}" y="{_TOP - 10}">{escape(table.job.shape.name)}</text>']
+    rows = [f'<text x="{left}" y="{_TOP - 10}">{escape(job)}</text>']
     for tenth in range(round(_LEAST * 10), 11):
         x, y = place(0, tenth / 10).split()
         rows.append(f'<path d="M{x} {y}h{_WIDTH}" stroke="#e5e5e5"/>')
@@ -65,8 +73,12 @@ def _panel(table: FailureTable, left: float) -> str:
     for count in range(most + 1):
         x = place(count, _LEAST).split()[0]
         rows.append(f'<text x="{x}" y="{_TOP + _HEIGHT + 16}" text-anchor="middle">{count}</text>')
-    ideal = {count: share.live for count, share in next(iter(shares.values())).items()}
-    lines = [ideal, *({count: share.of_healthy for count, share in counts.items()} for counts in shares.values())]
+    live = {
+        int(count): one["share_of_healthy"] / one["share_of_ideal"]
+        for count, one in max(policies.values(), key=len).items()
+        if one["share_of_ideal"]
+    }
+    lines = [live, *shares.values()]
     for index, line in enumerate(lines):
         path = "L".join(place(count, share) for count, share in sorted(line.items()))
         dash = ' stroke-dasharray="4 3"' if index == 0 else ""

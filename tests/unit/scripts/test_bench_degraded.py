@@ -12,6 +12,7 @@ from nep.planning.validation import check_plan
 from nep.testing.degraded_bench.failures import failed_slots, run_failures
 from nep.testing.degraded_bench.jobs import FINE, MIXTRAL, Job, small
 from nep.testing.degraded_bench.measure import Bench
+from nep.testing.degraded_bench.page import measured
 from nep.testing.degraded_bench.picture import picture
 from nep.testing.degraded_bench.policies import POLICIES, drop_the_replica, ours, whole_experts
 from nep.testing.degraded_bench.power import with_power
@@ -74,9 +75,11 @@ def test_shares_are_labelled_predicted_and_drawn() -> None:
     for counts in table.to_json()["one replica"].values():
         assert all(abs(one["predicted_over_emulated"] - 1) < 0.05 for one in counts.values())
     assert "emulated" in table.text()
-    drawn = picture([table])
+    drawn = picture({"job": table.to_json()})
     assert drawn.startswith("<svg") and "emulated" in drawn and "ours, re-planned" in drawn
     assert ElementTree.fromstring(drawn).tag.endswith("svg")
+    text = measured({"label": "emulated", "machine": "one", "pace": 0.0, "failed": {"job": table.to_json()}}, "today")
+    assert f"| ours, re-planned | 1.000 (1.000) | {shares['ours, re-planned']['1']:.3f} (" in text
 
 
 def test_a_slow_slot_is_found_and_compensated() -> None:
