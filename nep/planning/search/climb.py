@@ -17,7 +17,10 @@ _STRIDES = (2, 1)
 
 
 def climb_shares(
-    lanes: tuple[Lane, ...], time: StepTime, predict: Callable[[tuple[Lane, ...]], StepTime]
+    lanes: tuple[Lane, ...],
+    time: StepTime,
+    predict: Callable[[tuple[Lane, ...]], StepTime],
+    weights: Sequence[int],
 ) -> tuple[StepTime, tuple[Lane, ...]]:
     """Moves sequences between the slowest and the fastest replica, either way, by two and then by one.
 
@@ -25,6 +28,7 @@ def climb_shares(
         lanes: with their shares.
         time: the step with these.
         predict: the step with others.
+        weights: of the lanes inside their replicas.
 
     Returns:
         The shortest step that was found, and its lanes.
@@ -34,7 +38,7 @@ def climb_shares(
     fastest = min(range(len(seconds)), key=lambda index: (seconds[index], -index))
     for stride in _STRIDES:
         for give, take in ((slowest, fastest), (fastest, slowest)):
-            while (moved := _moved(lanes, give, take, stride)) is not None:
+            while (moved := _moved(lanes, give, take, stride, weights)) is not None:
                 other = predict(moved)
                 if other.total >= time.total:
                     break
@@ -42,7 +46,7 @@ def climb_shares(
     return time, lanes
 
 
-def _moved(lanes: Sequence[Lane], give: int, take: int, number: int) -> tuple[Lane, ...] | None:
+def _moved(lanes: Sequence[Lane], give: int, take: int, number: int, weights: Sequence[int]) -> tuple[Lane, ...] | None:
     """The lanes with so many sequences moved to another replica; None if it has not as many."""
     sequences = [0] * (1 + max(lane.replica for lane in lanes))
     for lane in lanes:
@@ -51,4 +55,4 @@ def _moved(lanes: Sequence[Lane], give: int, take: int, number: int) -> tuple[La
         return None
     sequences[give] -= number
     sequences[take] += number
-    return share_in_replicas(lanes, sequences)
+    return share_in_replicas(lanes, sequences, weights)

@@ -100,11 +100,10 @@ def _failures(job: str, by_where: Mapping[str, Mapping[str, Mapping[str, Any]]])
 
 
 def _slow(jobs: Mapping[str, Any]) -> str:
-    heads = ["job", "slots", "without", "with", "flagged after", "changes s", "CPU"]
+    heads = ["job", "without", "with", "flagged after", "changes s", "CPU"]
     rows = [
         [
             job,
-            str(one["slots"]),
             f"{one['share_of_speeds_without']:.3f}",
             f"**{one['share_of_speeds']:.3f}**",
             "never" if one["flagged_after_steps"] is None else f"{one['flagged_after_steps']} steps",
