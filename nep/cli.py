@@ -43,6 +43,12 @@ def _calibrate(arguments: Sequence[str]) -> int:
     return run(arguments)
 
 
+def _power(arguments: Sequence[str]) -> int:
+    from nep.report.power_command import main as run
+
+    return run(arguments)
+
+
 def _status(arguments: Sequence[str]) -> int:
     from nep.train.job_command import status as run
 
@@ -64,6 +70,9 @@ def _undrain(arguments: Sequence[str]) -> int:
 COMMANDS: Mapping[str, Command] = MappingProxyType(
     {
         "plan": Command(summary="where experts go, what a step takes and what has to move, with reasons", main=_plan),
+        "power": Command(
+            summary="boards and their power limits; watts with which a damaged job keeps pace", main=_power
+        ),
         "calibrate": Command(summary="measure this machine for the planner", main=_calibrate),
         "status": Command(summary="which step a running job is at, and how its slots are", main=_status),
         "drain": Command(summary="let a slot leave a running job without losing anything", main=_drain),

@@ -13,7 +13,7 @@ from safetensors.torch import load_file
 from nep.checkpoint.logical import Rows, logical_rows, put
 from nep.checkpoint.manifest import BadCheckpoint, Manifest
 from nep.checkpoint.snapshot import entry_key
-from nep.parallel.holding import Holding
+from nep.parallel.holding import CPU, Holding
 from nep.parallel.state import OptimizerShard, SlotState, Tensors
 from nep.planning.layout import Line, Lines, axes
 from nep.planning.plan import Plan
@@ -115,18 +115,21 @@ class Reader:
         return self._pieces[name]
 
 
-def load_state(reader: Reader, plan: Plan, slot: int, lines: Lines, dtype: torch.dtype) -> SlotState:
+def load_state(
+    reader: Reader, plan: Plan, slot: int, lines: Lines, dtype: torch.dtype, device: torch.device = CPU
+) -> SlotState:
     """A slot's state under a plan, which need have nothing in common with the one that was saved.
 
     Args:
         dtype: of the parameters.
+        device: where the state is to be.
 
     Raises:
         BadCheckpoint: a file cannot be read, or units are missing.
     """
     contents = reader.manifest.contents
     kinds = contents.subject.kinds
-    state = SlotState.empty(plan, slot, lines, dtype, kinds[1:])
+    state = SlotState.empty(plan, slot, lines, dtype, kinds[1:], device)
     for shard in (state.owned, state.mirrored):
         _load_shard(reader, shard, lines)
     # The parameter is the rounded master weight, as after every step.

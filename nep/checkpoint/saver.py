@@ -54,6 +54,8 @@ class Saver:
         self._lost: set[int] = set()
         self._messages: deque[str] = deque()
         self._failing = False
+        self._moved_at = time.monotonic()  # when the thread last showed that it gets on
+        self._stuck_at: float | None = None  # what it showed last when it was given up
         self.last_step: int | None = None
         threading.Thread(target=self._work, name="checkpoint", daemon=True).start()
 
@@ -68,6 +70,7 @@ class Saver:
         with self._changed:
             assert not self._busy, "one at a time"
             self._busy, self._cancelled, self._waiting = True, None, snapshot
+            self._moved_at = time.monotonic()
             self._lost = set()  # whoever is in its plan is here, even if it was lost once
             self._changed.notify_all()
 
@@ -90,14 +93,30 @@ class Saver:
         """Wait until no save is in progress, and say whether that is so.
 
         Args:
-            timeout_s: longest time to wait; None: as long as it takes (a save ends by itself, see `stall_s`).
+            timeout_s: longest time to wait; None: as long as it takes (a save ends by itself, see `stall_s`). But a
+                thread that hangs, in a file system or elsewhere, is not waited for any longer than `stall_s`.
             stop: ends the wait early.
         """
         deadline = None if timeout_s is None else time.monotonic() + timeout_s
         with self._changed:
-            while self._busy and not stop() and (deadline is None or time.monotonic() < deadline):
+            while self._busy and not stop() and not self._hangs():
+                if deadline is not None and time.monotonic() >= deadline:
+                    break
                 self._changed.wait(_POLL_S)
             return not self._busy
+
+    def _hangs(self) -> bool:
+        """Whether the thread has not moved for so long that nothing is expected of it; said once."""
+        moved_at = self._moved_at
+        if time.monotonic() - moved_at <= self.config.stall_s:
+            return False
+        if self._stuck_at != moved_at:
+            self._stuck_at = moved_at
+            self._messages.append(
+                f"slot {self._slot} has been busy with one file of a checkpoint for more than "
+                f"{self.config.stall_s:g} s and is not waited for; see whether its file system answers"
+            )
+        return True
 
     def messages(self) -> list[str]:
         """Lines for people since the last call."""
@@ -163,6 +182,7 @@ class Saver:
         return self._lost | self._dead(slots)
 
     def _why_not(self) -> str | None:
+        self._moved_at = time.monotonic()
         self._refuse_unwanted()
         return self._cancelled
 

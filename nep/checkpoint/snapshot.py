@@ -189,5 +189,5 @@ def _copies(shard: OptimizerShard, into: Mapping[str, Tensors]) -> dict[str, Ten
 
 def _copy(tensor: torch.Tensor, into: torch.Tensor | None) -> torch.Tensor:
     if into is None or into.shape != tensor.shape or into.dtype != tensor.dtype:
-        return tensor.clone()
+        return tensor.to("cpu", copy=True)
     return into.copy_(tensor)

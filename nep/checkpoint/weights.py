@@ -28,7 +28,7 @@ def gather_parameters(
     for axis, names in axes(lines).items():
         part = {name: lines[name] for name in names}
         layout = Layout({axis: {to: ((0, lines[names[0]].num_units),)}})
-        tensors = allocate(layout, state.slot, part, dtype)
+        tensors = allocate(layout, state.slot, part, dtype, state.device)
         transfer = fetch([state.plan.owners], layout, (axis,))
         compiled = compile_transfer(
             transfer,
@@ -40,7 +40,7 @@ def gather_parameters(
         )
         launch(compiled, communicator).finish(waiter, f"the weights of {axis}", "copy")
         if state.slot == to:
-            gathered.update(tensors)
+            gathered.update({name: tensor.cpu() for name, tensor in tensors.items()})
     return gathered
 
 
@@ -65,7 +65,7 @@ def save_parameters(
         logical.update({key: value.contiguous() for key, value in split_experts(name, whole, shape).items()})
     for layer, name in enumerate(bias_names(shape)):
         assert routing is not None, f"{name} is a part of the model"
-        logical[name] = routing.bias_le[layer].clone()
+        logical[name] = routing.bias_le[layer].to("cpu", copy=True)
     unfinished = path.with_name(path.name + ".unfinished")
     save_file(logical, unfinished, metadata=file_metadata(shape))
     os.replace(unfinished, path)

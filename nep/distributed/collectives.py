@@ -50,9 +50,10 @@ def all_gather(
             on_sent()
         return [flat]
     # Fresh memory each time: an abandoned gather may still write to its output.
-    output = torch.empty(communicator.size * flat.numel(), dtype=flat.dtype)
-    pending = communicator.all_gather(output, flat.contiguous())
+    there = flat.contiguous().to(communicator.device)
+    output = torch.empty(communicator.size * there.numel(), dtype=there.dtype, device=there.device)
+    pending = communicator.all_gather(output, there)
     if on_sent is not None:
         on_sent()
     waiter.wait(pending, what)
-    return list(output.chunk(communicator.size))
+    return list(output.to(flat.device).chunk(communicator.size))

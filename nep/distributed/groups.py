@@ -4,56 +4,20 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
-from datetime import timedelta
-from typing import Any
 
 import torch
 import torch.distributed as dist
 
-from nep.distributed.waiting import FailedLaunch, Nothing, Pending, PendingWork, Waiter, WaitingThread
-
-
-def create_device(hostname: str | None = None) -> Any:
-    """Where this process listens for gloo; one serves all groups, and making one takes 10 ms.
-
-    Args:
-        hostname: the address to listen on; by default the one that this host's name resolves to.
-    """
-    if hostname is not None:
-        return dist.ProcessGroupGloo.create_device(hostname=hostname)
-    return dist.ProcessGroupGloo.create_default_device()
-
-
-def create_process_group(
-    store: dist.Store, *, rank: int, size: int, timeout_s: float, device: Any
-) -> dist.ProcessGroup:
-    """A gloo group that needs no default group. Blocks until all `size` members have come.
-
-    Collective: every member calls it, each with a `store` of the same prefix.
-
-    Args:
-        store: where the members find each other.
-        rank, size: this member's index and the number of members.
-        timeout_s: the group's own time-out, finite so that abandoned operations end.
-        device: see `create_device`.
-    """
-    options = dist.ProcessGroupGloo._Options()
-    options._timeout = timedelta(seconds=timeout_s)
-    options._devices = [device]
-    backend = dist.ProcessGroupGloo(store, rank, size, options)
-    # A bare ProcessGroupGloo lacks the single-tensor calls; the wrapper has them.
-    group = dist.ProcessGroup(store, rank, size)
-    group._register_backend(torch.device("cpu"), dist.ProcessGroup.BackendType.GLOO, backend)
-    group._set_default_backend(dist.ProcessGroup.BackendType.GLOO)
-    return group
+from nep.distributed.transports.base import Channel, Transport
+from nep.distributed.waiting import Nothing, Pending, PendingCall, Waiter, WaitingThread
 
 
 class Communicator:
-    """A process group with the slots that form it.
+    """A channel with the slots that form it.
 
     Args:
         name: for messages and traces.
-        group: the torch group, or None when this slot is its only member.
+        channel: between the slots, or None when this slot is its only member.
         slots: members; the position in this tuple is the rank.
         slot: this slot.
         trace: called with (communicator, operation) at every launch, in order.
@@ -62,26 +26,30 @@ class Communicator:
     def __init__(
         self,
         name: str,
-        group: dist.ProcessGroup | None,
+        channel: Channel | None,
         slots: Sequence[int],
         slot: int,
         trace: Callable[[str, str], None] | None = None,
     ):
-        if group is None and len(slots) != 1:
-            raise ValueError(f"communicator {name} with {len(slots)} slots needs a process group")
+        if channel is None and len(slots) != 1:
+            raise ValueError(f"communicator {name} with {len(slots)} slots needs a channel between them")
         self.name = name
-        self.group = group
+        self.channel = channel
         self.slots = tuple(slots)
         self.rank = self.slots.index(slot)
         self._rank_of = {member: index for index, member in enumerate(self.slots)}
         self._trace = trace
         self._tag = 0
-        # Sends and receives cannot be polled, so a thread waits for them.
-        self._thread = WaitingThread(f"wait-{name}") if group is not None else None
 
     @property
     def size(self) -> int:
         return len(self.slots)
+
+    @property
+    def device(self) -> torch.device:
+        """Where the tensors of its operations are; it has several members."""
+        assert self.channel is not None
+        return self.channel.device
 
     def _launched(self, operation: str) -> None:
         if self._trace is not None:
@@ -91,23 +59,15 @@ class Communicator:
         self, output: torch.Tensor, inputs: torch.Tensor, output_splits: list[int], input_splits: list[int]
     ) -> Pending:
         """Uneven all-to-all along dimension 0. Every member calls it."""
-        assert self.group is not None
+        assert self.channel is not None
         self._launched("all_to_all")
-        try:
-            work = self.group.alltoall_base(output, inputs, output_splits, input_splits)
-        except RuntimeError as error:
-            return FailedLaunch(error)
-        return PendingWork(work, (output, inputs))
+        return self.channel.all_to_all(output, inputs, output_splits, input_splits)
 
     def all_gather(self, output: torch.Tensor, inputs: torch.Tensor) -> Pending:
         """`output` [size * n] gets every member's `inputs` [n], in rank order. Every member calls it."""
-        assert self.group is not None
+        assert self.channel is not None
         self._launched("all_gather")
-        try:
-            work = self.group._allgather_base(output, inputs)
-        except RuntimeError as error:
-            return FailedLaunch(error)
-        return PendingWork(work, (output, inputs))
+        return self.channel.all_gather(output, inputs)
 
     def exchange(self, sends: Mapping[int, torch.Tensor], receives: Mapping[int, torch.Tensor]) -> Pending:
         """Grouped sends and receives with those peers (slots) that have data.
@@ -119,27 +79,23 @@ class Communicator:
         self._launched("exchange")
         if not sends and not receives:
             return Nothing()
-        assert self.group is not None and self._thread is not None
-        group, calls = self.group, []
-        try:
-            for peer, buffer in receives.items():
-                calls.append(group.recv([buffer], self._rank_of[peer], self._tag).wait)
-            for peer, buffer in sends.items():
-                calls.append(group.send([buffer], self._rank_of[peer], self._tag).wait)
-        except RuntimeError as error:
-            # A peer is gone already. What has been launched goes on and may still write.
-            calls.insert(0, FailedLaunch(error).check)
-        return self._thread.submit(calls, (dict(sends), dict(receives)))
+        assert self.channel is not None
+        ranks = self._rank_of
+        return self.channel.exchange(
+            {ranks[peer]: buffer for peer, buffer in sends.items()},
+            {ranks[peer]: buffer for peer, buffer in receives.items()},
+            self._tag,
+        )
 
     def close(self) -> None:
-        """No more calls; the waiting thread ends when the last operation has."""
-        if self._thread is not None:
-            self._thread.close()
+        """No more calls."""
+        if self.channel is not None:
+            self.channel.close()
 
     @property
     def quiet(self) -> bool:
-        """Whether no operation is being waited for any more (after `close`)."""
-        return self._thread is None or not self._thread.alive
+        """Whether nothing of it is at work any more (after `close`)."""
+        return self.channel is None or self.channel.quiet
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -164,6 +120,10 @@ class Groups:
     def all(self) -> tuple[Communicator, ...]:
         return (self.transfer, self.vote, self.dispatch, self.lane)
 
+    @property
+    def channels(self) -> list[Channel]:
+        return [communicator.channel for communicator in self.all if communicator.channel is not None]
+
     def close(self) -> None:
         for communicator in self.all:
             communicator.close()
@@ -182,7 +142,7 @@ class Rendezvous:
         slot: this slot.
         store: on a connection that nobody else uses until building has returned or, if it raises, until the builder
             has ended (`finished` is called then).
-        device: see `create_device`.
+        transport: makes the channels.
         waiter: gives up when this generation has a fault.
         group_timeout_s: the groups' own time-out.
         rebuild_timeout_s: how long to wait for the others.
@@ -193,7 +153,7 @@ class Rendezvous:
     generation: int
     slot: int
     store: dist.Store
-    device: Any
+    transport: Transport
     waiter: Waiter
     group_timeout_s: float
     rebuild_timeout_s: float
@@ -214,32 +174,42 @@ class Rendezvous:
         built: list[Communicator] = []
         try:
             for name, slots in members.items():
-                group = self._group(builder, prefix, name, slots) if len(slots) > 1 else None
-                built.append(Communicator(name, group, slots, self.slot, self.trace))
+                channel = self._connect(builder, prefix, name, slots) if len(slots) > 1 else None
+                built.append(Communicator(name, channel, slots, self.slot, self.trace))
             return built
         except BaseException:
-            for communicator in built:
-                communicator.close()
+            self.transport.abandon([one.channel for one in built if one.channel is not None])
             raise
         finally:
             if self.finished is not None:
                 builder.submit([self.finished])
             builder.close()
 
-    def _group(self, builder: WaitingThread, prefix: str, name: str, slots: Sequence[int]) -> dist.ProcessGroup:
-        def create() -> dist.ProcessGroup:
-            return create_process_group(
+    def _connect(self, builder: WaitingThread, prefix: str, name: str, slots: Sequence[int]) -> Channel:
+        def connect() -> Channel:
+            return self.transport.connect(
+                name,
                 dist.PrefixStore(f"{prefix}/{name}", self.store),
                 rank=list(slots).index(self.slot),
                 size=len(slots),
                 timeout_s=self.group_timeout_s,
-                device=self.device,
             )
 
-        pending = builder.submit([create])
+        pending = builder.submit([connect])
         what = f"process group {name} of generation {self.generation}"
-        self.waiter.wait(pending, what, self.rebuild_timeout_s)
-        return pending.value
+        try:
+            self.waiter.wait(pending, what, self.rebuild_timeout_s)
+        except BaseException:
+            builder.submit([lambda: self._discard(pending)])  # it may come late
+            raise
+        channel: Channel = pending.value
+        return channel
+
+    @staticmethod
+    def _discard(pending: PendingCall) -> None:
+        if pending.value is not None:
+            pending.value.close()
+            pending.value = None
 
 
 def build_groups(
@@ -280,13 +250,25 @@ def _roles(replica: Sequence[int], lane: Sequence[int]) -> dict[str, Sequence[in
 
 
 class ParkingLot:
-    """Groups and operations of past generations that may still write to their memory."""
+    """Groups and operations of past generations that may still write to their memory.
 
-    def __init__(self) -> None:
+    Args:
+        transport: how to give up their channels; by default they are closed.
+    """
+
+    def __init__(self, transport: Transport | None = None) -> None:
+        self._transport = transport
         self._parked: list[tuple[Groups | None, list[Pending]]] = []
 
     def park(self, groups: Groups | None, operations: Sequence[Pending]) -> None:
-        if groups is not None:
+        """Give up a generation.
+
+        Raises:
+            RuntimeError: see `Transport.abandon`.
+        """
+        if groups is not None and self._transport is not None:
+            self._transport.abandon(groups.channels)
+        elif groups is not None:
             groups.close()
         self._parked.append((groups, list(operations)))
 

@@ -28,6 +28,11 @@ class Timeouts:
         return self.base_s
 
     @property
+    def hung_s(self) -> float:
+        """What a slot that the others have waited for in vain still gets to say that it lives; then it is killed."""
+        return self.base_s / 2
+
+    @property
     def first_step_s(self) -> float:
         """A wait in the first step of a generation (allocations, lazy initialisation)."""
         return 3 * self.base_s
@@ -44,8 +49,11 @@ class Timeouts:
 
     @property
     def rebuild_s(self) -> float:
-        """Building the process groups of a generation."""
-        return 2 * self.base_s
+        """Building the process groups of a generation.
+
+        With `hung_s` no more than twice the base: a slot that hangs there, too, is answered soon.
+        """
+        return 1.5 * self.base_s
 
     @property
     def group_s(self) -> float:
@@ -69,6 +77,7 @@ class Timeouts:
 # Inner wait, the wait around it, and what goes wrong otherwise.
 _ORDER = (
     ("wait_s", "first_step_s", "the first step of a generation does all that later ones do, and more"),
+    ("hung_s", "wait_s", "a slot that was waited for in vain gets no more time than one that was not"),
     ("wait_s", "agree_s", "a slot that says nothing is fenced after one wait, and its supervisor needs time to obey"),
     ("first_step_s", "agree_s", "the last slot to notice a fault would come to an agreement that was given up"),
     ("wait_s", "group_s", "a group that gives up by itself frees memory that is still waited for"),
@@ -87,8 +96,8 @@ class SupervisorTimeouts:
     Attributes:
         poll_s: between two looks at the store. A child's death does not wait for it: SIGCHLD ends the pause.
         slow_poll_s: between two looks at what is not urgent.
-        grace_s: what a trainer gets to finish by itself after a signal or the loss of the store. Less than
-            the 30 s after which torchrun kills.
+        grace_s: what a trainer gets to finish by itself after a signal or the loss of the store: a recovery, a
+            step and a checkpoint fit in it. Less than the 30 s after which torchrun kills.
         leave_s: what a trainer gets to leave after the end of the job.
         helper_s: what helper processes that a dead trainer left behind get after SIGTERM.
     """
@@ -104,7 +113,7 @@ class SupervisorTimeouts:
         return cls(
             poll_s=min(base_s / 20, 0.05),
             slow_poll_s=min(base_s / 5, 0.5),
-            grace_s=min(2.5 * base_s, 25.0),
+            grace_s=min(10 * base_s, 25.0),
             leave_s=4 * base_s,
             helper_s=min(base_s / 2, 5.0),
         )

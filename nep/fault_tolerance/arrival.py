@@ -5,7 +5,8 @@ from __future__ import annotations
 import time
 from collections.abc import Callable
 
-from nep.fault_tolerance.control_store import FIRST_GENERATION, ControlStore, arrived_key, fault_key
+from nep.fault_tolerance.control_store import FIRST_GENERATION, ControlStore, arrived_key, end_key, fault_key
+from nep.fault_tolerance.membership import JobEnded
 
 _PAUSE_S = 0.01
 _REMIND_S = 30.0
@@ -23,6 +24,9 @@ def wait_for_everybody(
         slot: this one, which is ready.
         timeout_s: how long to wait for the others.
         say: gets a line now and then while slots are missing.
+
+    Raises:
+        JobEnded: some slot has found that it cannot begin.
     """
     store.set(arrived_key(slot), "1")
     missing = [other for other in range(num_slots) if other != slot]
@@ -31,6 +35,8 @@ def wait_for_everybody(
     while missing and not store.exists([broken]):
         if store.exists([arrived_key(other) for other in missing]):
             return
+        if (ended := store.get(end_key())) is not None:
+            raise JobEnded(int(ended))
         now = time.monotonic()
         if now - start > timeout_s:
             say(f"slots {_missing(store, missing)} have not come up in {timeout_s:g} s; no longer waiting for them")

@@ -12,7 +12,9 @@ import torch
 from nep.distributed.collectives import all_gather_bytes, sum_exact
 from nep.distributed.waiting import Fault
 from nep.fault_tolerance import transaction
+from nep.fault_tolerance.corruption import after_refusal
 from nep.fault_tolerance.history import Committed
+from nep.fault_tolerance.mending import mend
 from nep.fault_tolerance.runtime import SlotRun
 from nep.fault_tolerance.vote import Tally, VoteError, VoteKind, VoteRecord, unpack_records, verify
 from nep.parallel.grad_sync import GradSync, Reduction, Return
@@ -43,7 +45,7 @@ class StepSums:
     seconds: float
 
 
-def commit_step(run: SlotRun, step: int, sums: StepSums, reduction: Reduction) -> None:
+def commit_step(run: SlotRun, step: int, sums: StepSums, reduction: Reduction) -> bool:
     """Phases 2 to 7 of a step: sums, prepared, vote, apply, start of the return. All members call it.
 
     The parameters return while the next forward runs; `settle` waits for all of them.
@@ -51,6 +53,10 @@ def commit_step(run: SlotRun, step: int, sums: StepSums, reduction: Reduction) -
     Args:
         sums: what this slot adds.
         reduction: the step's gradient sums, as far as backward has launched them.
+
+    Returns:
+        Whether it is committed. If not, copies of some state differed: they have been made alike again, and the same
+        step is to be run on the same batch.
 
     Raises:
         Fault: the step may or may not be committed; recovery finds out.
@@ -64,6 +70,7 @@ def commit_step(run: SlotRun, step: int, sums: StepSums, reduction: Reduction) -
     run.progress = transaction.after_prepare(run.progress, step)
 
     norm2 = sync.norm2_owned()
+    state_hash = run.integrity.summarize(run, step)
     blob = _vote(
         run,
         kind=VoteKind.STEP,
@@ -71,13 +78,21 @@ def commit_step(run: SlotRun, step: int, sums: StepSums, reduction: Reduction) -
         sums=sums,
         norm2=norm2,
         nonfinite=not (math.isfinite(norm2) and math.isfinite(sums.loss)),
+        state_hash=state_hash,
         on_sent=lambda: probe("vote"),
     )
+    if Tally.of(unpack_records(blob)).refused:
+        run.progress, run.counts_le = after_refusal(run.progress, step), None
+        run.integrity.refuse(step)
+        mend(run, step)
+        return False
     run.progress = transaction.after_vote(run.progress, step, blob, generation.members)
     probe("apply")
     apply(run)
     run.returning = Return(sync, groups.transfer, waiter, step, probe)
+    run.integrity.seal_for(run, step + 1)  # while the first parameters travel
     waiter.deadline_s = run.recipe.timeouts.wait_s
+    return True
 
 
 def settle(run: SlotRun) -> None:
@@ -101,6 +116,7 @@ def apply(run: SlotRun) -> None:
     tally = Tally.of(unpack_records(progress.result))
     committed = Committed.from_tally(step, tally)
     applied = transaction.after_apply(progress)  # refuses before anything is changed
+    run.integrity.break_seal()
     if not committed.skipped:
         apply_update(
             [run.state.owned, run.state.mirrored],
@@ -147,6 +163,7 @@ def adopt(run: SlotRun) -> None:
     assert run.next_state is not None
     run.progress = transaction.after_adopt(run.progress)
     run.state, run.next_state = run.next_state, None
+    run.integrity.break_seal()  # it holds the old state
     del run.sync  # with the old state, before there are new gradients
     run.sync = GradSync.build(run.state, run.recipe.lines, run.recipe.dtype)
 
@@ -161,6 +178,7 @@ def _vote(
     nonfinite: bool = False,
     layout: int | None = None,
     digest: str | None = None,
+    state_hash: int | None = None,
     on_sent: Callable[[], None] | None = None,
 ) -> bytes:
     """All-gather one record per slot; returns them packed once all verify: the vote has been seen.
@@ -187,7 +205,8 @@ def _vote(
         sample_hash=sums.sample_hash if sums else 0,
         digest=bytes.fromhex(digest),
         request=len(run.requests.known),
-        state_hash=0,
+        checked=state_hash is not None,
+        state_hash=state_hash or 0,
     )
     what = f"the vote on {'step' if kind is VoteKind.STEP else 'layout'} {number if kind is VoteKind.STEP else layout}"
     blob = b"".join(all_gather_bytes(generation.groups.vote, record.pack(), generation.waiter, what, on_sent))

@@ -2,12 +2,14 @@
 
 Opening one asks the resolver for the peer's name, and where that does not answer it takes seconds (5 s at a time,
 measured in one of thirty connections on a machine with a lossy resolver). Nothing on the way of a recovery may
-wait for that, so a few idle connections are kept ready.
+wait for that, so a few idle connections are kept ready. The store's server asks for the peer's name, too, and answers
+nobody meanwhile: so new ones are not opened at once in place of those that a recovery takes.
 """
 
 from __future__ import annotations
 
 import threading
+import time
 from collections import deque
 
 from nep.fault_tolerance.control_store import ControlStore
@@ -19,11 +21,14 @@ class Connections:
     Args:
         store: the connection that others are cloned from, by one thread at a time.
         ready: how many to keep idle.
+        pause_s: from taking one until another is opened; in a recovery others are given back soon.
     """
 
-    def __init__(self, store: ControlStore, ready: int):
+    def __init__(self, store: ControlStore, ready: int, pause_s: float = 2.0):
         self._store = store.clone()
         self._ready = ready
+        self._pause_s = pause_s
+        self._refilling = False
         self._idle: deque[ControlStore] = deque()
         self._lock = threading.Lock()  # guards the clones' parent, which is one connection
         self._refill()
@@ -36,11 +41,18 @@ class Connections:
             with self._lock:
                 return self._store.clone()
         finally:
-            threading.Thread(target=self._refill, name="connections", daemon=True).start()
+            if not self._refilling:
+                self._refilling = True
+                threading.Thread(target=self._refill_later, name="connections", daemon=True).start()
 
     def give_back(self, connection: ControlStore) -> None:
         """The connection is idle again: no call on it is in progress."""
         self._idle.append(connection)
+
+    def _refill_later(self) -> None:
+        time.sleep(self._pause_s)
+        self._refilling = False
+        self._refill()
 
     def _refill(self) -> None:
         with self._lock:

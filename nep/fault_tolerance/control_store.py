@@ -92,6 +92,16 @@ def plan_key(digest: str) -> str:
     return f"plan/{digest}"
 
 
+def corruption_key(step: int, slot: int) -> str:
+    """Which slot asks that `slot` be drained, whose memory was found wrong in the vote of `step` (decimal)."""
+    return f"corruption/{step}/{slot}"
+
+
+def data_key() -> str:
+    """The slot that came first and the digest of its data, with a space between."""
+    return "data"
+
+
 def step_key() -> str:
     """The last committed step, for people: written now and then by the slot that speaks for the job."""
     return "step"

@@ -1,11 +1,14 @@
-"""What the launcher says through the environment. The only place that reads it for a job's shape."""
+"""What the launcher says through the environment, and what torch's NCCL is told by it. No other module reads it for a
+job's shape."""
 
 from __future__ import annotations
 
+import math
 import os
-from collections.abc import Mapping
+from collections.abc import Mapping, MutableMapping
 from pathlib import Path
 
+from nep.distributed.transports.probe import REQUIRED, SET, VARIABLES
 from nep.fault_tolerance.job import DEFAULT_TIMEOUT_BASE_S, JobSpec
 
 _REQUIRED = (
@@ -85,6 +88,29 @@ def single_process_job(
         run_dir=run_dir,
         timeout_base_s=timeout_base_s,
     )
+
+
+def nccl_variables(environ: Mapping[str, str] | None = None) -> dict[str, str]:
+    """The variables that matter for NCCL and are set."""
+    environ = os.environ if environ is None else environ
+    return {name: environ[name] for name in VARIABLES if name in environ}
+
+
+def prepare_nccl(*, nonblocking_timeout_s: float, environ: MutableMapping[str, str] | None = None) -> None:
+    """Set what torch and NCCL read when the first group of a process is made. What is set already stays.
+
+    Args:
+        nonblocking_timeout_s: how long torch waits inside a call for a communicator that is not ready: while it is
+            made, or connects a pair of ranks for the first time. torch counts whole seconds.
+    """
+    environ = os.environ if environ is None else environ
+    for name in SET:
+        environ.setdefault(name, REQUIRED[name][0])
+    environ.setdefault("TORCH_NCCL_NONBLOCKING_TIMEOUT", str(math.ceil(nonblocking_timeout_s)))
+    # Kernels of two communicators then run in the order in which they were launched, the same on all slots.
+    environ.setdefault("NCCL_LAUNCH_ORDER_IMPLICIT", "1")
+    # The watchdog sleeps four times this after an error, and whoever drops the group waits for it.
+    environ.setdefault("TORCH_NCCL_WAIT_TIMEOUT_DUMP_MILSEC", "0")
 
 
 def _integer(environ: Mapping[str, str], name: str) -> int:

@@ -6,6 +6,7 @@ from dataclasses import dataclass, field
 
 import torch
 
+from nep.fault_tolerance.corruption import Corruption
 from nep.fault_tolerance.vote import Tally
 
 
@@ -56,11 +57,15 @@ class History:
         counts_le: tokens per layer and expert of each committed step, int64 [layers, experts]; empty unless they
             are kept.
         num_updates: optimizer updates so far (skipped steps do not count).
+        corruptions: wrong bits that were found, in order.
+        resumed: it began with a checkpoint, so some steps may have had another configuration.
     """
 
     steps: list[Committed] = field(default_factory=list)
     counts_le: list[torch.Tensor] = field(default_factory=list)
     num_updates: int = 0
+    corruptions: list[Corruption] = field(default_factory=list)
+    resumed: bool = False
 
     @property
     def request(self) -> int:

@@ -58,8 +58,9 @@ def join_job(store: ControlStore, slot: int, incarnation: int, requests: Request
     tries, look_at = 1, 0.0
     while True:
         known = newest_decision(store, known)
-        if slot in known.members and incarnation_of(known.incarnations, slot) == incarnation:
-            return known
+        named = slot in known.members and incarnation_of(known.incarnations, slot) == incarnation
+        if named and known.action == "continue":
+            return known  # else the others end the job
         now = time.monotonic()
         if now >= look_at:
             look_at = now + _SLOW_POLL_S
@@ -69,8 +70,10 @@ def join_job(store: ControlStore, slot: int, incarnation: int, requests: Request
             requests.read(store)
             if slot in drained(requests.known):
                 raise Drained(f"slot {slot} is drained again before it came back")
-            members = [exit_key(one, incarnation_of(known.incarnations, one)) for one in known.members]
-            if known.action == "continue" and store.exists(members) and newest_decision(store, known) is known:
+            # Those that come back with this one wait as it does.
+            able = [one for one in known.members if not named or one not in known.returners]
+            members = [exit_key(one, incarnation_of(known.incarnations, one)) for one in able]
+            if store.exists(members) and newest_decision(store, known) is known:
                 raise NobodyLeft(f"slot {slot} cannot come back: the trainers of slots {known.members} have all ended")
             if known.request >= number:
                 tries += 1

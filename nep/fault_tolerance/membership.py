@@ -61,6 +61,7 @@ def agree(
     timeouts: Timeouts,
     decide: Callable[[Mapping[int, Progress], set[int]], Decision],
     incarnations: Mapping[int, int] | None = None,
+    silent_s: float | None = None,
 ) -> Decision:
     """Post this slot's record and return the decision that founds `generation`.
 
@@ -72,6 +73,8 @@ def agree(
         own: what this slot can prove.
         decide: makes the decision from the live members' records and the dead slots; any slot may be the one.
         incarnations: see `dead_members`.
+        silent_s: after which a slot that has not posted is fenced; by default the longest time that it may compute.
+            Less if it has been waited for so long already.
 
     Raises:
         Drained: the decision says that this slot may leave.
@@ -82,9 +85,12 @@ def agree(
     """
     store.set(record_key(generation, own.slot), own.to_json())
     deadline = time.monotonic() + timeouts.agree_s
-    fence_at = time.monotonic() + timeouts.wait_s
+    fence_at = time.monotonic() + (timeouts.wait_s if silent_s is None else silent_s)
     look_at = time.monotonic() + _LOOK_S
-    ready_since: float | None = None
+    # Keys are never deleted, so what was there once is not asked for again: with it, the requests of a poll grow as the
+    # square of the members, and one thread answers them all.
+    posted: set[int] = set()
+    turn_at: float | None = None
     while True:
         text = store.get(decision_key(generation))
         if text is not None:
@@ -93,16 +99,18 @@ def agree(
         if ended is not None:
             raise JobEnded(int(ended))
         now = time.monotonic()
-        posted = [slot for slot in members if store.exists(record_key(generation, slot))]
-        dead = dead_members(store, members, incarnations)
-        silent = [slot for slot in members if slot not in posted and slot not in dead]
+        posted |= {s for s in members if s not in posted and store.exists(record_key(generation, s))}
+        silent = [slot for slot in members if slot not in posted]
+        gone = dead_members(store, tuple(silent), incarnations)
+        silent = [slot for slot in silent if slot not in gone]
         if silent and now > look_at:
             report_unsupervised(store, silent, incarnations)
             look_at = now + _LOOK_S
-        live = [slot for slot in posted if slot not in dead]
         if not silent:
-            ready_since = now if ready_since is None else ready_since
-            if now - ready_since >= _TURN_S * live.index(own.slot):
+            turn_at = now + _TURN_S * sorted(posted).index(own.slot) if turn_at is None else turn_at
+            if now >= turn_at:
+                dead = dead_members(store, members, incarnations)  # also of those that have posted
+                live = sorted(posted - dead)
                 records = {slot: Progress.from_json(_require(store, record_key(generation, slot))) for slot in live}
                 mine = decide(records, dead).to_json()
                 return _checked(Decision.from_json(store.compare_and_set(decision_key(generation), "", mine)), own.slot)

@@ -27,7 +27,8 @@ from nep.planning.planner import lost_intervals, plan_after_failure, plan_with_s
 log = logging.getLogger(__name__)
 
 
-PLANNED = "planned"  # kind of the fault with which members break a generation on purpose
+# Kinds of faults: members break a generation on purpose; one was waited for in vain.
+PLANNED, DEADLINE = "planned", "deadline"
 
 
 class CheckpointNeeded(RuntimeError):
@@ -69,7 +70,7 @@ def rendezvous(run: SlotRun, generation: int, waiter: Waiter) -> Rendezvous:
         generation=generation,
         slot=run.slot,
         store=connection.torch_store(run.recipe.timeouts.rebuild_s),
-        device=run.device,
+        transport=run.transport,
         waiter=waiter,
         group_timeout_s=run.recipe.timeouts.group_s,
         rebuild_timeout_s=run.recipe.timeouts.rebuild_s,
@@ -96,7 +97,8 @@ def recover(run: SlotRun, fault: Fault, number: int, members: tuple[int, ...], r
         stands = run.store.raise_fault(number, fault_reason(fault.kind, run.slot, fault.detail))
         recovery.planned = recovery.planned and stands.get("reason") == PLANNED
         _park(run)
-        decision = _agree(run, number, members)
+        hung = stands.get("reason") == DEADLINE
+        decision = _agree(run, number, members, run.recipe.timeouts.hung_s if hung else None)
         recovery.agreed_at = time.time()
         _describe(recovery, run, decision, members)
         try:
@@ -114,7 +116,7 @@ def _park(run: SlotRun) -> None:
     run.generation = run.returning = None
 
 
-def _agree(run: SlotRun, number: int, members: tuple[int, ...]) -> Decision:
+def _agree(run: SlotRun, number: int, members: tuple[int, ...], silent_s: float | None) -> Decision:
     """RECOVER 2 to 4."""
     own = dataclasses.replace(run.progress, params_version=run.state.params_version)
 
@@ -157,12 +159,13 @@ def _agree(run: SlotRun, number: int, members: tuple[int, ...]) -> Decision:
             log.error("slots %s cannot be taken in: %s", sorted(came), error)
             return decided({})
 
-    decision = agree(run.store, number + 1, members, own, run.recipe.timeouts, decide, run.incarnations)
+    decision = agree(run.store, number + 1, members, own, run.recipe.timeouts, decide, run.incarnations, silent_s)
     if decision.action == "checkpoint":
         axis, lo, hi = decision.lost[0]
-        lost_slots = sorted(set(run.state.plan.slots) - set(decision.members))
+        lost_slots = sorted(set(run.state.plan.slots) - set(decision.members) | set(decision.returners))
+        together = "together" if len(lost_slots) > 1 else "before mirrors were complete again"
         raise CheckpointNeeded(
-            f"slots {lost_slots} were lost together, and with them owner and "
+            f"slots {lost_slots} were lost {together}, and with them owner and "
             f"mirror of {len(decision.lost)} intervals (the first: units {lo} to {hi} of {axis}); "
             "the training state can only come from a checkpoint"
         )
@@ -243,6 +246,8 @@ def enter_decided(run: SlotRun, decision: Decision, recovery: Recovery) -> None:
     )
     run.generation = enter_generation(run, decision.generation, members, plan)
     recovery.rebuilt_at = time.time()
+    waiter = run.generation.waiter
+    first_step_s, waiter.deadline_s = waiter.deadline_s, run.recipe.timeouts.wait_s
     run.sync.release_grads()
     if returning:
         _tell_returners(run, returning)
@@ -255,10 +260,11 @@ def enter_decided(run: SlotRun, decision: Decision, recovery: Recovery) -> None:
         lines=run.recipe.lines,
         dtype=run.recipe.dtype,
         communicator=run.generation.groups.transfer,
-        waiter=run.generation.waiter,
+        waiter=waiter,
         probe=run.probe_at(decision.committed + 1),
     )
     commit_layout(run, moved)
+    waiter.deadline_s = first_step_s
     recovery.moved_at = time.time()
 
 
@@ -283,7 +289,7 @@ def _describe(recovery: Recovery, run: SlotRun, decision: Decision, members: tup
     if times:
         earliest = min(times)
         recovery.failed_at = earliest if recovery.failed_at is None else min(recovery.failed_at, earliest)
-    recovery.reason = decision.reason
+    recovery.reasons = (*recovery.reasons, decision.reason)
     members_text = ",".join(map(str, decision.members))
     log.warning("generation %d: slots %s, step %d is committed", decision.generation, members_text, decision.committed)
 

@@ -63,11 +63,11 @@ def share_bytes(
     sends: dict[int, torch.Tensor] = {}
     receives: dict[int, torch.Tensor] = {}
     if length and me == teller:
-        story = torch.frombuffer(mine, dtype=torch.uint8)
+        story = torch.frombuffer(mine, dtype=torch.uint8).to(communicator.device)
         sends = {slot: story for slot in sorted(returners) if slot in communicator.slots}
     elif length and me in returners:
-        receives = {teller: torch.empty(length, dtype=torch.uint8)}
+        receives = {teller: torch.empty(length, dtype=torch.uint8, device=communicator.device)}
     waiter.wait(communicator.exchange(sends, receives), "what a slot that comes back must know")
     if me not in returners:
         return None
-    return receives[teller].numpy().tobytes() if length else b""
+    return receives[teller].cpu().numpy().tobytes() if length else b""

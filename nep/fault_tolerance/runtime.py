@@ -4,16 +4,17 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass, field
-from typing import Any
 
 import torch
 
 from nep.distributed.groups import Groups, ParkingLot
 from nep.distributed.timeouts import Timeouts
+from nep.distributed.transports.base import Transport
 from nep.distributed.waiting import Waiter
 from nep.fault_tolerance.connections import Connections
 from nep.fault_tolerance.control_store import ControlStore
 from nep.fault_tolerance.history import History
+from nep.fault_tolerance.integrity import Integrity
 from nep.fault_tolerance.job import Job
 from nep.fault_tolerance.requests import Requests
 from nep.fault_tolerance.transaction import Progress
@@ -76,7 +77,7 @@ class SlotRun:
 
     Attributes:
         store: the main thread's connection to the control store; `connections` has more.
-        device: where this process listens, see `nep.distributed.groups.create_device`.
+        transport: makes the channels of communicators; also says where tensors are.
         progress: the local variables of the protocol; changed only by the rules in
             `nep.fault_tolerance.transaction`.
         state: tensors under the committed layout, the one that `progress.layout` names.
@@ -91,6 +92,7 @@ class SlotRun:
         incarnations: which trainer of each slot is a member; the first where nothing is said.
         story: what returners are told beside tensors: how this slot tells it, and how it takes it.
         routing: what routing remembers of it; None: the model keeps nothing.
+        integrity: compares copies of the same units; it does not by default.
         parking: groups and operations of broken generations.
         stop_requested: whether somebody has told this slot to stop.
         stopping: some slot was told to, and the step that said so is committed: the job ends here.
@@ -100,7 +102,7 @@ class SlotRun:
     job: Job
     store: ControlStore
     connections: Connections
-    device: Any
+    transport: Transport
     recipe: Recipe
     probe: Callable[[str, int], None]
     cluster: Cluster
@@ -116,6 +118,7 @@ class SlotRun:
     incarnations: dict[int, int] = field(default_factory=dict)
     story: tuple[Callable[[], bytes], Callable[[bytes], None]] = (bytes, lambda told: None)
     routing: RoutingState | None = None
+    integrity: Integrity = field(default_factory=Integrity)
     generation: Generation | None = None
     parking: ParkingLot = field(default_factory=ParkingLot)
     stop_requested: Callable[[], bool] = lambda: False

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import time
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 
 PHASES = ("detect", "agree", "rebuild", "transfer", "replay")
@@ -20,7 +21,7 @@ class Recovery:
         moved_at: when the new layout was committed (transfer).
         resumed_at: when the next step was committed (replay).
         generation: the one that it led to.
-        reason: one line for people.
+        reasons: one line for people for each generation that it took.
         failed_slots: slots that were left behind.
         step: last committed step, as decided.
         attempts: generations that it took (more than one if something failed during recovery).
@@ -34,11 +35,22 @@ class Recovery:
     moved_at: float = 0.0
     resumed_at: float = 0.0
     generation: int = 0
-    reason: str = ""
+    reasons: tuple[str, ...] = ()
     failed_slots: tuple[int, ...] = ()
     step: int = 0
     attempts: int = 0
     planned: bool = True
+    named: int = 0  # reasons that `take_news` has given
+
+    @property
+    def reason(self) -> str:
+        """All that went wrong, or was asked for, in one line."""
+        return _joined(self.reasons)
+
+    def take_news(self) -> str:
+        """The same, without what an earlier call has named."""
+        news, self.named = self.reasons[self.named :], len(self.reasons)
+        return _joined(news)
 
     @property
     def total_s(self) -> float:
@@ -61,3 +73,7 @@ class Recovery:
             self.resumed_at,
         )
         return {phase: end - start for phase, start, end in zip(PHASES, marks, marks[1:], strict=False)}
+
+
+def _joined(reasons: Sequence[str]) -> str:
+    return "; then ".join(dict.fromkeys(reasons))

@@ -25,6 +25,7 @@ _BODY = struct.Struct("<HBBIII QQdQdQdQQ 32sI")
 _CRC = struct.Struct("<I")
 _FLAG_NONFINITE = 1
 _FLAG_STOP = 2
+_FLAG_CHECKED = 4
 _BITS = {
     "slot": 32,
     "generation": 32,
@@ -75,7 +76,9 @@ class VoteRecord:
         stop: this slot was told to stop: the job ends after this step.
         seconds: compute time of the step, communication excluded.
         digest: sha256 of the plan's canonical JSON.
-        state_hash: hash of the owned minus hash of the mirrored state, modulo 2^64.
+        checked: `state_hash` is one, and this slot wants the vote to be refused if they do not cancel.
+        state_hash: of the state after the step before, modulo 2^64: hashes of what is owned minus what is mirrored, see
+            `nep.fault_tolerance.integrity`.
         samples: sequences that this slot took from the global batch.
         sample_hash: sum of the hashes of their sample ids, modulo 2^64.
     """
@@ -93,6 +96,7 @@ class VoteRecord:
     request: int = 0
     seconds: float = 0.0
     digest: bytes = _NO_DIGEST
+    checked: bool = False
     state_hash: int = 0
     samples: int = 0
     sample_hash: int = 0
@@ -112,7 +116,9 @@ class VoteRecord:
         body = _BODY.pack(
             RECORD_VERSION,
             self.kind,
-            (_FLAG_NONFINITE if self.nonfinite else 0) | (_FLAG_STOP if self.stop else 0),
+            (_FLAG_NONFINITE if self.nonfinite else 0)
+            | (_FLAG_STOP if self.stop else 0)
+            | (_FLAG_CHECKED if self.checked else 0),
             self.slot,
             self.generation,
             self.samples,
@@ -151,7 +157,7 @@ class VoteRecord:
             )
         if kind not in tuple(VoteKind):
             raise CorruptRecord(f"vote record of unknown kind {kind}")
-        if flags & ~(_FLAG_NONFINITE | _FLAG_STOP) or reserved:
+        if flags & ~(_FLAG_NONFINITE | _FLAG_STOP | _FLAG_CHECKED) or reserved:
             raise CorruptRecord(f"vote record with unknown flags 0x{flags:02x} or reserved word 0x{reserved:08x}")
         transaction, layout, norm2, tokens, loss, request, seconds, state_hash, sample_hash = words
         try:
@@ -169,6 +175,7 @@ class VoteRecord:
                 request=request,
                 seconds=seconds,
                 digest=digest,
+                checked=bool(flags & _FLAG_CHECKED),
                 state_hash=state_hash,
                 samples=samples,
                 sample_hash=sample_hash,
@@ -263,6 +270,7 @@ class Tally:
         samples: sequences of the global batch.
         sample_hash: modulo 2^64; tells whether each sample was taken once.
         state_hash: modulo 2^64; zero when every owned interval equals its mirror.
+        refused: copies were compared and differ, so the vote commits nothing and the step is run again.
         request: highest request id that *all* slots have read; it and those before it take effect now.
         stop: some slot was told to stop, so the job ends after this step.
     """
@@ -276,6 +284,7 @@ class Tally:
     state_hash: int
     request: int
     stop: bool = False
+    refused: bool = False
 
     @classmethod
     def of(cls, records: Sequence[VoteRecord]) -> Self:
@@ -287,6 +296,7 @@ class Tally:
         slots = [record.slot for record in records]
         if not slots or any(a >= b for a, b in pairwise(slots)):
             raise ValueError(f"records of slots {slots} must be at least one, in ascending order of slots")
+        state_hash = sum(record.state_hash for record in records) % _MODULUS
         loss = norm2 = 0.0
         # A plain loop: from Python 3.12 on sum() compensates rounding, and two slots whose interpreters
         # differ would get different bits.
@@ -300,9 +310,11 @@ class Tally:
             nonfinite=any(r.nonfinite for r in records) or not (math.isfinite(loss) and math.isfinite(norm2)),
             samples=sum(record.samples for record in records),
             sample_hash=sum(record.sample_hash for record in records) % _MODULUS,
-            state_hash=sum(record.state_hash for record in records) % _MODULUS,
+            state_hash=state_hash,
             request=min(record.request for record in records),
             stop=any(record.stop for record in records),
+            # What all slots have said themselves, and nothing else: whoever sees this vote refuses it, or nobody does.
+            refused=state_hash != 0 and all(record.checked for record in records),
         )
 
 

@@ -32,12 +32,13 @@ class RoutingState:
     counts_le: Tensor
 
     @classmethod
-    def initial(cls, lines: Lines, dtype: torch.dtype) -> Self:
+    def initial(cls, lines: Lines, dtype: torch.dtype, device: torch.device | str = "cpu") -> Self:
         """Before the first step.
 
         Args:
             lines: the model's.
             dtype: of its parameters.
+            device: where its routers are.
 
         Raises:
             ValueError: the layers differ in their number of experts.
@@ -48,7 +49,10 @@ class RoutingState:
             raise ValueError(f"layers of {sorted(sizes)} experts: all layers must have equally many; change the model")
         wide = torch.promote_types(dtype, torch.float32)
         size = (len(experts), *sizes)
-        return cls(bias_le=torch.zeros(size, dtype=wide), counts_le=torch.zeros(size, dtype=torch.int64))
+        return cls(
+            bias_le=torch.zeros(size, dtype=wide, device=device),
+            counts_le=torch.zeros(size, dtype=torch.int64, device=device),
+        )
 
     def commit(self, counts_le: Tensor, bias_rate: float, weights_le: Tensor | None = None) -> None:
         """A step was applied: keep its counts, and move each bias against its expert's load.
@@ -66,12 +70,12 @@ class RoutingState:
         if bias_rate:
             weights_le = torch.ones_like(counts_le) if weights_le is None else weights_le
             wanting_le = counts_le.sum(1, keepdim=True) * weights_le - counts_le * weights_le.sum(1, keepdim=True)
-            self.bias_le.add_(wanting_le.sign().to(self.bias_le.dtype), alpha=bias_rate)
+            self.bias_le.add_(wanting_le.sign().to(self.bias_le), alpha=bias_rate)
 
     def to_bytes(self) -> bytes:
         """For a slot that has nothing yet; the same bytes on every slot that has it."""
         wide = self.bias_le.to(torch.float64)
-        return _HEADER.pack(*self.bias_le.shape) + wide.numpy().tobytes() + self.counts_le.numpy().tobytes()
+        return _HEADER.pack(*self.bias_le.shape) + wide.cpu().numpy().tobytes() + self.counts_le.cpu().numpy().tobytes()
 
     def load(self, blob: bytes) -> None:
         """Take what another slot's `to_bytes` gave.

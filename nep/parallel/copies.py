@@ -98,17 +98,17 @@ class CopyChooser:
             counts_ne: see `flows`.
             rank: this slot's.
         """
-        ends_cn = torch.from_numpy(self.flows(counts_ne.numpy())[rank].cumsum(axis=1))
+        ends_cn = torch.from_numpy(self.flows(counts_ne.cpu().numpy())[rank].cumsum(axis=1)).to(ids_tk.device)
         position_of = torch.full((counts_ne.shape[1],), -1)
         position_of[self._copied_c] = torch.arange(len(self._copied_c))
-        copied_a = position_of[ids_tk.flatten()]
+        copied_a = position_of.to(ids_tk.device)[ids_tk.flatten()]
         order = copied_a.argsort(stable=True)
         order = order[copied_a[order] >= 0]
         copied_a = copied_a[order]
         # Where each stands among the choices of its expert, in the order of tokens.
         starts_c = torch.bincount(copied_a, minlength=len(self._copied_c)).cumsum(0).roll(1)
         starts_c[:1] = 0
-        place_a = torch.arange(len(order)) - starts_c[copied_a]
+        place_a = torch.arange(len(order), device=order.device) - starts_c[copied_a]
         slot_a = (place_a[:, None] >= ends_cn[copied_a]).sum(dim=1)
         chosen = wanted_tkn.view(-1, wanted_tkn.shape[2])
         chosen[order] = False

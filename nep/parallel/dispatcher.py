@@ -18,6 +18,7 @@ from nep.distributed.waiting import Waiter
 from nep.moe.dispatcher import Dispatched, Routing
 from nep.moe.permutation import num_tokens_per_expert
 from nep.parallel.copies import CopyChooser, held_units
+from nep.parallel.holding import CPU
 from nep.planning.layout import Interval
 
 Probe = Callable[[str], None]
@@ -44,6 +45,7 @@ class AllToAllDispatcher:
         num_experts: of the layer.
         speeds_ppm: relative speed of each slot: how copies of an expert share its tokens.
         probe: called with "dispatch" while a message is on its way (failure injection).
+        device: of the tokens.
     """
 
     def __init__(
@@ -56,10 +58,11 @@ class AllToAllDispatcher:
         num_experts: int,
         speeds_ppm: Mapping[int, int],
         probe: Probe,
+        device: torch.device = CPU,
     ):
         self._wire = _Wire(communicator, waiter, probe)
         units_en = held_units(cuts, communicator.slots, units_per_expert, num_experts)
-        self._holds_en = torch.from_numpy(units_en > 0)
+        self._holds_en = torch.from_numpy(units_en > 0).to(device)
         speeds = [speeds_ppm[slot] for slot in communicator.slots]
         copies = CopyChooser(units_en, units_per_expert, speeds)
         self._copies = copies if copies.any else None
@@ -118,7 +121,7 @@ class _Wire:
         """Rows of `tensors` [s, ...] to their destinations; returns the rows [r, ...] that came."""
         widths = [_row_bytes(t) for t in tensors]
         outgoing = torch.cat([_as_bytes(t) for t in tensors], dim=1)
-        incoming = torch.empty(sum(receive_counts), sum(widths), dtype=torch.uint8)
+        incoming = torch.empty(sum(receive_counts), sum(widths), dtype=torch.uint8, device=outgoing.device)
         pending = self._communicator.all_to_all(incoming, outgoing, receive_counts, send_counts)
         self._probe("dispatch")
         self._waiter.wait(pending, what)
@@ -199,5 +202,5 @@ class _ReturnRows(torch.autograd.Function):
 
 def _sum_to_tokens(rows_s: torch.Tensor, handle: _Handle) -> torch.Tensor:
     wide = torch.promote_types(rows_s.dtype, torch.float32)
-    total = torch.zeros(handle.num_tokens, *rows_s.shape[1:], dtype=wide)
+    total = torch.zeros(handle.num_tokens, *rows_s.shape[1:], dtype=wide, device=rows_s.device)
     return total.index_add_(0, handle.token_of_row_s, rows_s.to(wide)).to(rows_s.dtype)

@@ -61,7 +61,7 @@ class GradSync:
     @classmethod
     def build(cls, state: SlotState, lines: Lines, dtype: torch.dtype) -> GradSync:
         """Compile the transfers of `state.plan`; the same buckets on every slot."""
-        grads = allocate(state.plan.holders, state.slot, lines, accumulation_dtype(dtype))
+        grads = allocate(state.plan.holders, state.slot, lines, accumulation_dtype(dtype), state.device)
         by_layer: dict[int, list[str]] = {}
         for axis, names in axes(lines).items():
             by_layer.setdefault(lines[names[0]].layer, []).append(axis)

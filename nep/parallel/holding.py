@@ -8,11 +8,15 @@ import torch
 
 from nep.planning.layout import Layout, Lines, storage_offset
 
+CPU = torch.device("cpu")
 
-def allocate(layout: Layout, slot: int, lines: Lines, dtype: torch.dtype) -> dict[str, torch.Tensor]:
+
+def allocate(
+    layout: Layout, slot: int, lines: Lines, dtype: torch.dtype, device: torch.device = CPU
+) -> dict[str, torch.Tensor]:
     """Zeroed tensors `[units that the slot has, *unit_shape]` for every parameter (also for none: 0 units)."""
     return {
-        name: torch.zeros(layout.num_units(line.axis, slot), *line.unit_shape, dtype=dtype)
+        name: torch.zeros(layout.num_units(line.axis, slot), *line.unit_shape, dtype=dtype, device=device)
         for name, line in lines.items()
     }
 

@@ -58,10 +58,10 @@ def migrate(
     new = SlotState(
         plan=plan,
         slot=slot,
-        params=_allocate(plan.holders, kept_params, old.params, slot, lines, dtype),
+        params=_allocate(plan.holders, kept_params, old.params, slot, lines, dtype, old.device),
         versions={},
-        owned=_shard(plan.owners, old.owned, slot, lines, wide),
-        mirrored=_shard(plan.mirrors, old.mirrored, slot, lines, wide),
+        owned=_shard(plan.owners, old.owned, slot, lines, wide, old.device),
+        mirrored=_shard(plan.mirrors, old.mirrored, slot, lines, wide, old.device),
     )
     state_sources = [old.owned.state(), old.mirrored.state()]
     weight_sources = [old.owned.weights(), old.mirrored.weights()]
@@ -92,26 +92,36 @@ def _union(first: Layout, second: Layout, order: tuple[str, ...]) -> Layout:
     )
 
 
-def _allocate(layout: Layout, before: Layout, tensors: Tensors, slot: int, lines: Lines, dtype: torch.dtype) -> Tensors:
+def _allocate(
+    layout: Layout,
+    before: Layout,
+    tensors: Tensors,
+    slot: int,
+    lines: Lines,
+    dtype: torch.dtype,
+    device: torch.device,
+) -> Tensors:
     """Tensors for `layout`; those of axes whose intervals stay exactly the same are shared."""
     return {
         name: tensors[name]
         if layout.intervals(line.axis, slot) == before.intervals(line.axis, slot)
-        else torch.zeros(layout.num_units(line.axis, slot), *line.unit_shape, dtype=dtype)
+        else torch.zeros(layout.num_units(line.axis, slot), *line.unit_shape, dtype=dtype, device=device)
         for name, line in lines.items()
     }
 
 
-def _shard(layout: Layout, before: OptimizerShard, slot: int, lines: Lines, dtype: torch.dtype) -> OptimizerShard:
+def _shard(
+    layout: Layout, before: OptimizerShard, slot: int, lines: Lines, dtype: torch.dtype, device: torch.device
+) -> OptimizerShard:
     return OptimizerShard(
         layout=layout,
         slot=slot,
-        master=_allocate(layout, before.layout, before.master, slot, lines, dtype),
+        master=_allocate(layout, before.layout, before.master, slot, lines, dtype, device),
         moments={
-            kind: _allocate(layout, before.layout, tensors, slot, lines, dtype)
+            kind: _allocate(layout, before.layout, tensors, slot, lines, dtype, device)
             for kind, tensors in before.moments.items()
         },
-        grad_sum=_allocate(layout, before.layout, before.grad_sum, slot, lines, dtype),
+        grad_sum=_allocate(layout, before.layout, before.grad_sum, slot, lines, dtype, device),
     )
 
 

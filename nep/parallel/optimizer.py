@@ -152,7 +152,7 @@ def _adamw(
         exp_avg_sqs,
         [],
         # The kernel counts the step itself, so it gets the one before.
-        [torch.tensor(float(update - 1)) for _ in params],
+        [torch.tensor(float(update - 1), device=param.device) for param in params],
         foreach=False,
         fused=True,
         amsgrad=False,

@@ -58,7 +58,11 @@ def parallelize(
     for name, buffer in list(model.named_buffers()):
         if buffer.is_meta:
             owner, _, attribute = name.rpartition(".")
-            setattr(model.get_submodule(owner), attribute, torch.zeros(buffer.shape, dtype=buffer.dtype))
+            setattr(
+                model.get_submodule(owner),
+                attribute,
+                torch.zeros(buffer.shape, dtype=buffer.dtype, device=state.device),
+            )
 
     layers: Mapping[str, MoE] = model.moe_layers()  # type: ignore[operator]
     expert_lines = {line.axis: line for line in lines.values() if line.kind is LineKind.EXPERTS}
@@ -78,6 +82,7 @@ def parallelize(
                 num_experts=layer.router.num_experts,
                 speeds_ppm=dict(zip(state.plan.slots, state.plan.speeds_ppm, strict=True)),
                 probe=probe,
+                device=state.device,
             )
 
     if groups.lane.size > 1:
@@ -103,7 +108,8 @@ def _share_lane(model: nn.Module, lines: Lines, state: SlotState, lane: SlotLane
     vocabulary = [line for line in lines.values() if line.kind is LineKind.VOCAB]
     # In forward order the first is the embedding and the last the head; a tied model has one for both.
     embedding_rows_v, head_rows_v = (
-        local_rows(holders.intervals(line.axis, slot), line.num_units) for line in (vocabulary[0], vocabulary[-1])
+        local_rows(holders.intervals(line.axis, slot), line.num_units).to(state.device)
+        for line in (vocabulary[0], vocabulary[-1])
     )
     model.share_lane(  # type: ignore[operator]
         lane,

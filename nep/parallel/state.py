@@ -7,7 +7,7 @@ from dataclasses import dataclass
 
 import torch
 
-from nep.parallel.holding import Holding, allocate
+from nep.parallel.holding import CPU, Holding, allocate
 from nep.planning.layout import Layout, Lines, axes
 from nep.planning.plan import Plan
 from nep.planning.transfer import overlaps
@@ -43,15 +43,21 @@ class OptimizerShard:
 
     @classmethod
     def empty(
-        cls, layout: Layout, slot: int, lines: Lines, dtype: torch.dtype, moments: Sequence[str] = ADAMW_MOMENTS
+        cls,
+        layout: Layout,
+        slot: int,
+        lines: Lines,
+        dtype: torch.dtype,
+        moments: Sequence[str] = ADAMW_MOMENTS,
+        device: torch.device = CPU,
     ) -> OptimizerShard:
         """Zeros for the units that `slot` has in `layout`."""
         return cls(
             layout=layout,
             slot=slot,
-            master=allocate(layout, slot, lines, dtype),
-            moments={kind: allocate(layout, slot, lines, dtype) for kind in moments},
-            grad_sum=allocate(layout, slot, lines, dtype),
+            master=allocate(layout, slot, lines, dtype, device),
+            moments={kind: allocate(layout, slot, lines, dtype, device) for kind in moments},
+            grad_sum=allocate(layout, slot, lines, dtype, device),
         )
 
     @property
@@ -89,21 +95,33 @@ class SlotState:
 
     @classmethod
     def empty(
-        cls, plan: Plan, slot: int, lines: Lines, dtype: torch.dtype, moments: Sequence[str] = ADAMW_MOMENTS
+        cls,
+        plan: Plan,
+        slot: int,
+        lines: Lines,
+        dtype: torch.dtype,
+        moments: Sequence[str] = ADAMW_MOMENTS,
+        device: torch.device = CPU,
     ) -> SlotState:
         wide = accumulation_dtype(dtype)
         return cls(
             plan=plan,
             slot=slot,
-            params=allocate(plan.holders, slot, lines, dtype),
+            params=allocate(plan.holders, slot, lines, dtype, device),
             versions={},
-            owned=OptimizerShard.empty(plan.owners, slot, lines, wide, moments),
-            mirrored=OptimizerShard.empty(plan.mirrors, slot, lines, wide, moments),
+            owned=OptimizerShard.empty(plan.owners, slot, lines, wide, moments, device),
+            mirrored=OptimizerShard.empty(plan.mirrors, slot, lines, wide, moments, device),
         )
 
     @classmethod
     def nothing(
-        cls, plan: Plan, slot: int, lines: Lines, dtype: torch.dtype, moments: Sequence[str] = ADAMW_MOMENTS
+        cls,
+        plan: Plan,
+        slot: int,
+        lines: Lines,
+        dtype: torch.dtype,
+        moments: Sequence[str] = ADAMW_MOMENTS,
+        device: torch.device = CPU,
     ) -> SlotState:
         """What a slot has that has just come: not one unit, even if the plan names it."""
         others = [other for other in plan.slots if other != slot]
@@ -111,10 +129,10 @@ class SlotState:
         return cls(
             plan=plan,
             slot=slot,
-            params=allocate(plan.holders.restrict(others), slot, lines, dtype),
+            params=allocate(plan.holders.restrict(others), slot, lines, dtype, device),
             versions={},
-            owned=OptimizerShard.empty(plan.owners.restrict(others), slot, lines, wide, moments),
-            mirrored=OptimizerShard.empty(plan.mirrors.restrict(others), slot, lines, wide, moments),
+            owned=OptimizerShard.empty(plan.owners.restrict(others), slot, lines, wide, moments, device),
+            mirrored=OptimizerShard.empty(plan.mirrors.restrict(others), slot, lines, wide, moments, device),
         )
 
     @classmethod
@@ -126,14 +144,16 @@ class SlotState:
         dtype: torch.dtype,
         initial_units: Callable[[str, int, int], torch.Tensor],
         moments: Sequence[str] = ADAMW_MOMENTS,
+        device: torch.device = CPU,
     ) -> SlotState:
         """State before the first step.
 
         Args:
             initial_units: (parameter name, lo, hi) -> initial values `[hi - lo, *unit_shape]` in float64.
             moments: of the optimizer.
+            device: where all of it is.
         """
-        state = cls.empty(plan, slot, lines, dtype, moments)
+        state = cls.empty(plan, slot, lines, dtype, moments, device)
         for layout, tensors in (
             (plan.holders, state.params),
             (plan.owners, state.owned.master),
@@ -158,6 +178,11 @@ class SlotState:
         """The step that every interval of `params` is from; None while they are of mixed steps."""
         found = set(self.versions.values())
         return found.pop() if len(found) == 1 else None
+
+    @property
+    def device(self) -> torch.device:
+        """Where it is."""
+        return next(iter(self.params.values())).device
 
     def held(self) -> Holding:
         return Holding(self.plan.holders, self.slot, self.params)

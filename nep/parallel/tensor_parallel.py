@@ -59,14 +59,14 @@ class SlotLane:
         """What every slot has for all tokens: [n, t, ...]; not differentiable."""
         size = self._communicator.size
         flat = rows_td.contiguous().view(-1)
-        output = torch.empty(size * flat.numel(), dtype=flat.dtype)
+        output = torch.empty(size * flat.numel(), dtype=flat.dtype, device=flat.device)
         self._waiter.wait(self._communicator.all_gather(output, flat), "the lane's scores")
         return output.view(size, *rows_td.shape)
 
     def _all_gather(self, x_sd: torch.Tensor, splits: list[int]) -> torch.Tensor:
         size = self._communicator.size
         copies = x_sd.contiguous().repeat(size, *[1] * (x_sd.dim() - 1))
-        output = torch.empty(sum(splits), *x_sd.shape[1:], dtype=x_sd.dtype)
+        output = x_sd.new_empty(sum(splits), *x_sd.shape[1:])
         pending = self._communicator.all_to_all(output, copies, splits, [len(x_sd)] * size)
         self._waiter.wait(pending, "the lane's tokens")
         return output
@@ -74,7 +74,7 @@ class SlotLane:
     def _sum_own(self, partial_td: torch.Tensor, splits: list[int]) -> torch.Tensor:
         communicator = self._communicator
         mine = splits[communicator.rank]
-        parts = torch.empty(communicator.size * mine, *partial_td.shape[1:], dtype=partial_td.dtype)
+        parts = partial_td.new_empty(communicator.size * mine, *partial_td.shape[1:])
         pending = communicator.all_to_all(parts, partial_td.contiguous(), [mine] * communicator.size, splits)
         self._waiter.wait(pending, "the lane's partial sums")
         wide = torch.promote_types(partial_td.dtype, torch.float32)
@@ -149,7 +149,7 @@ class _CutCrossEntropy(torch.autograd.Function):
         wide = torch.promote_types(logits_tv.dtype, torch.float32)
         scores_tv = logits_tv.to(wide)
         here_t = target_rows_t >= 0
-        minus_infinity = torch.full((len(scores_tv),), -torch.inf, dtype=wide)
+        minus_infinity = torch.full((len(scores_tv),), -torch.inf, dtype=wide, device=scores_tv.device)
         highest_t = scores_tv.max(1).values if scores_tv.shape[1] else minus_infinity
         exponentials_t = torch.exp(scores_tv - highest_t[:, None]).sum(1)
         targets_t = torch.zeros_like(highest_t)

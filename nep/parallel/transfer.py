@@ -159,7 +159,7 @@ def launch(
             for peer, views in compiled.sends.items()
         }
     staging = {
-        peer: torch.empty(sum(view.numel() for view in views), dtype=compiled.dtype)
+        peer: torch.empty(sum(view.numel() for view in views), dtype=compiled.dtype, device=views[0].device)
         for peer, views in compiled.receives.items()
     }
     pending = communicator.exchange(packed, staging)

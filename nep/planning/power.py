@@ -35,7 +35,8 @@ class PowerSlot:
         slot: its number.
         domain: where its power comes from; slots of one domain share a budget.
         curve: speed by limit.
-        default_w, min_w, max_w: limits of the board.
+        default_w: the limit that it has without a plan: the board's default, or what somebody has set.
+        min_w, max_w: range of the board.
         needed_ppm: the speed with which it keeps pace; 0 for a slot that has nothing to do.
         speed_ppm: its speed at the default limit.
     """

@@ -230,6 +230,32 @@ CURVES: Mapping[str, SpeedCurve] = MappingProxyType(
 )
 """Curves by name; those of accelerators that `nep.planning.cost.profiles` knows are named as there."""
 
+DEFAULT_W: Mapping[str, int] = MappingProxyType(
+    {
+        "v100": 250,
+        "a40": 300,
+        "rtx6000": 260,
+        "a100-80gb-sxm": 400,
+        "h100-sxm": 700,
+        "h200-sxm": 700,
+        "b200-sxm": 700,
+        "gb200-nvl72": 1200,
+    }
+)
+"""Default limits of the devices of `CURVES`."""
+
+# The longer name first: a GB200 is no B200.
+_IN_PRODUCT_NAMES = (
+    ("gb200", "gb200-nvl72"),
+    ("b200", "b200-sxm"),
+    ("h200", "h200-sxm"),
+    ("h100", "h100-sxm"),
+    ("a100", "a100-80gb-sxm"),
+    ("v100", "v100"),
+    ("a40", "a40"),
+    ("rtx 6000", "rtx6000"),
+)
+
 
 def curve_of(name: str) -> SpeedCurve:
     """The curve of this name.
@@ -243,3 +269,28 @@ def curve_of(name: str) -> SpeedCurve:
             "limits and speeds"
         )
     return CURVES[name]
+
+
+def curve_for_product(product: str) -> str | None:
+    """Name of the curve for a board, by the name that its driver gives it (`NVIDIA H100 80GB HBM3`); None if there is
+    none."""
+    lowered = product.lower()
+    return next((name for part, name in _IN_PRODUCT_NAMES if part in lowered), None)
+
+
+def curve_for_limits(name: str, *, default_w: int, max_w: int) -> SpeedCurve:
+    """A published curve for a board with limits of its own.
+
+    The shape is scaled to the board's default limit. Where the board goes further than the curve's device, whose
+    default is its highest limit, the curve is one that goes on (`boosted`).
+
+    Raises:
+        ValueError: there is no such curve.
+    """
+    curve = curve_of(name)
+    factor = default_w / DEFAULT_W[name]
+    if max_w > max(curve.highest_w * factor, default_w):
+        return boosted(default_w, max_w)
+    if factor == 1:
+        return curve
+    return curve.scaled(from_w=DEFAULT_W[name], to_w=default_w, source=f"{curve.source}; scaled to {default_w} W")

@@ -83,7 +83,8 @@ class PowerReading:
     """A device's state at one moment. None: the board does not say.
 
     Attributes:
-        limit_w: power limit in force; a fraction if somebody set one.
+        limit_w: power limit that was set last; a fraction if somebody set one.
+        enforced_w: the lowest of all limits, such as one that the BMC has set: what the board keeps to.
         draw_w: what it draws.
         temperature_c: of the chip.
         slowdown_c: from here on the board slows itself down.
@@ -94,6 +95,7 @@ class PowerReading:
     """
 
     limit_w: float
+    enforced_w: float | None = None
     draw_w: float | None = None
     temperature_c: float | None = None
     slowdown_c: float | None = None
@@ -103,6 +105,19 @@ class PowerReading:
     xids: tuple[int, ...] = ()
     ecc_corrected: int | None = None
     ecc_uncorrected: int | None = None
+
+
+def usable_range(limits: PowerRange, reading: PowerReading) -> PowerRange:
+    """A board's range as a planner should take it.
+
+    Its `default_w` is the limit in force: an administrator may have chosen it, and speeds are measured under it. Its
+    `max_w` is less than the board's where another limit, say the BMC's, is lower than ours, so that raising ours brings
+    nothing.
+    """
+    most = limits.max_w
+    if reading.enforced_w is not None and reading.enforced_w < reading.limit_w - 1:
+        most = min(max(int(reading.enforced_w), limits.min_w), most)
+    return PowerRange(min_w=limits.min_w, default_w=min(max(int(reading.limit_w), limits.min_w), most), max_w=most)
 
 
 class PowerDevice(Protocol):

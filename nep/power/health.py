@@ -42,6 +42,7 @@ XIDS: Mapping[int, tuple[Severity, str, str]] = MappingProxyType(
         31: ("note", "memory page fault", _APPLICATION),
         43: ("note", "the GPU stopped a channel", _APPLICATION),
         45: ("note", "channels were torn down, as after a kill", "nothing, unless others come with it"),
+        46: ("fatal", "the GPU stopped processing", _RESET),
         48: ("fatal", "uncorrectable memory error", _RESET),
         62: ("fatal", "the power and clock controller halted", _RESET),
         63: (
@@ -59,6 +60,7 @@ XIDS: Mapping[int, tuple[Severity, str, str]] = MappingProxyType(
         119: ("fatal", "the GPU's system processor does not answer", _NODE),
         120: ("fatal", "the GPU's system processor failed", _NODE),
         140: ("fatal", "unrecovered memory error", _RESET),
+        154: ("suspect", "the driver recommends a recovery", "see GPU Recovery Action in nvidia-smi -q"),
     }
 )
 """XID -> severity, what it is, what to do; after docs.nvidia.com/deploy/xid-errors."""
@@ -90,6 +92,12 @@ def health_signals(now: PowerReading, before: PowerReading | None = None) -> tup
     signals = [xid_signal(xid) for xid in now.xids]
     signals += _ecc(now, before)
     signals += _throttles(now)
+    if now.enforced_w is not None and now.enforced_w < now.limit_w - 1:
+        text = (
+            f"the board keeps to {now.enforced_w:g} W, below its limit of {now.limit_w:g} W: another limit is lower, "
+            "see the BMC or the node's power manager"
+        )
+        signals.append(HealthSignal(kind="throttle", severity="slow", value=now.enforced_w, text=text))
     hot, limit = now.temperature_c, now.slowdown_c
     if hot is not None and limit is not None and hot >= limit:
         text = f"{hot:g} °C, from {limit:g} °C on the board slows itself down; see its cooling, or lower its limit"

@@ -144,9 +144,10 @@ class NvmlDevice:
 
     def read(self) -> PowerReading:
         module = self._module
-        draw = self._ask("nvmlDeviceGetPowerUsage")
+        draw, enforced = self._ask("nvmlDeviceGetPowerUsage"), self._ask("nvmlDeviceGetEnforcedPowerLimit")
         return PowerReading(
             limit_w=self.limit_w(),
+            enforced_w=None if enforced is None else enforced / 1000,
             draw_w=None if draw is None else draw / 1000,
             temperature_c=self._ask("nvmlDeviceGetTemperature", module.NVML_TEMPERATURE_GPU),
             slowdown_c=self._ask("nvmlDeviceGetTemperatureThreshold", module.NVML_TEMPERATURE_THRESHOLD_SLOWDOWN),

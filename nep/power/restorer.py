@@ -5,7 +5,9 @@ process, tells it what the limits were and which ones it is going to set, and wa
 end and a descriptor of the controller's process: when either says that the controller is gone, limits that are still
 the controller's are put back. A limit that somebody else has set meanwhile is left alone.
 
-It runs in a session of its own, since launchers signal whole process groups, and opens the devices only when it has to.
+It is in no process group of a launcher's, since launchers signal whole groups. It opens the boards before it promises
+anything, so that restoring takes milliseconds: the supervisor of a dead trainer sends what is left of it SIGTERM, and
+SIGKILL some seconds later.
 """
 
 from __future__ import annotations
@@ -24,7 +26,7 @@ from typing import Any, Self
 from nep.power.device import PowerDevice, PowerError
 from nep.power.source import DeviceSource
 
-# Starting Python on a busy machine takes a while; a helper that does not answer by then will not.
+# Starting Python on a busy machine takes a while; one that does not answer by then will not.
 _START_S = 60.0
 _END_S = 10.0
 # Where processes have no descriptors (old kernels, some sandboxes) the parent's number is looked at so often.
@@ -167,13 +169,13 @@ class Guard:
         stream = self._process.stdout
         assert stream is not None
         ready, _, _ = select.select([stream], [], [], _START_S)
-        line = stream.readline() if ready else b""
-        if line.strip() != answer.encode():
+        line = (stream.readline() if ready else b"").decode(errors="replace").strip()
+        if line != answer:
             self._process.kill()
             self._process.wait()
             raise RuntimeError(
-                f"the process that restores power limits answered {line!r} within {_START_S:g} s, not {answer!r}; no "
-                "limit is changed without it"
+                f"the process that restores power limits is not ready ({line or 'no answer'}); no limit is changed "
+                "without it"
             )
 
 
@@ -194,6 +196,7 @@ class _Watch:
     source: DeviceSource
     parent: int
     held: list[Held] = field(default_factory=list)
+    devices: dict[int | str, PowerDevice] = field(default_factory=dict)
     done: bool = False
     stopped: bool = False
     unread: bytes = b""
@@ -212,20 +215,24 @@ class _Watch:
             if message.get("done"):
                 self.done = True
             else:
-                self.held = [Held(**one) for one in message["held"]]
-                _answer("held")
+                self._hold([Held(**one) for one in message["held"]])
         return bool(data)
+
+    def _hold(self, held: list[Held]) -> None:
+        new = [one.board for one in held if one.board not in self.devices]
+        try:
+            if new:
+                self.devices |= zip(new, self.source.open(new), strict=True)
+        except (PowerError, ValueError) as error:
+            _answer(f"boards {new} cannot be opened there: {error}")
+            return
+        self.held = held
+        _answer("held")
 
     def restore(self) -> None:
         if not self.held:
             return
-        boards = [one.board for one in self.held]
-        try:
-            devices = dict(zip(boards, self.source.open(boards), strict=True))
-        except (PowerError, ValueError) as error:
-            _say(f"power limits of {boards} could not be restored: {error}")
-            return
-        trouble = put_all_back(devices, self.held)
+        trouble = put_all_back(self.devices, self.held)
         for sentence in trouble:
             _say(f"power limit not restored: {sentence}")
         if len(trouble) < len(self.held):
@@ -245,8 +252,11 @@ def main(arguments: Sequence[str] | None = None) -> int:
         watch.stopped = True
 
     # Being asked to go is the end as well: the limits as they were are always safe.
-    for number in (signal.SIGTERM, signal.SIGINT, signal.SIGHUP):
+    ends = (signal.SIGTERM, signal.SIGINT, signal.SIGHUP)
+    for number in ends:
         signal.signal(number, stop)
+    # The mask is inherited, and a supervisor's blocks these.
+    signal.pthread_sigmask(signal.SIG_UNBLOCK, ends)
     # A signal that arrives just before a wait must end it.
     reading, writing = os.pipe()
     os.set_blocking(writing, False)

@@ -211,6 +211,7 @@ class SimulatedDevice:
         share = min(1.0, chip.speed / board.speed_at(max(board.curve.knots[-1][0], board.range_w.max_w)))
         return PowerReading(
             limit_w=chip.limit_w,
+            enforced_w=chip.limit_w,
             draw_w=round(chip.draw_w, 1),
             temperature_c=round(chip.temperature_c, 1),
             slowdown_c=board.slowdown_c,

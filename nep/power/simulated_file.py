@@ -16,7 +16,7 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import Any, TypeVar
 
-from nep.planning.speed_curve import CURVES, boosted, curve_of
+from nep.planning.speed_curve import CURVES, DEFAULT_W, curve_for_limits, curve_of
 from nep.power.device import PowerRange, PowerReading
 from nep.power.simulated import BoardModel, Chip, SimulatedDevice
 
@@ -24,17 +24,17 @@ SCHEMA = 1
 KIND = "simulated boards"
 _Result = TypeVar("_Result")
 
-# Default and highest limits as in nep.planning.cost.profiles; lowest ones as boards report them (B200: the DGX B200
-# user guide, AllowableMin 200; the others: nvidia-smi -q -d POWER of such boards).
-_LIMITS: Mapping[str, tuple[int, int, int]] = {
-    "v100": (100, 250, 250),
-    "a40": (100, 300, 300),
-    "rtx6000": (100, 260, 260),
-    "a100-80gb-sxm": (100, 400, 400),
-    "h100-sxm": (200, 700, 700),
-    "h200-sxm": (200, 700, 700),
-    "b200-sxm": (200, 700, 1000),
-    "gb200-nvl72": (200, 1200, 1200),
+# Lowest and highest limits; the latter as in nep.planning.cost.profiles, the former as boards report them (B200: the
+# DGX B200 user guide, AllowableMin 200; the others: nvidia-smi -q -d POWER of such boards).
+_RANGES: Mapping[str, tuple[int, int]] = {
+    "v100": (100, 250),
+    "a40": (100, 300),
+    "rtx6000": (100, 260),
+    "a100-80gb-sxm": (100, 400),
+    "h100-sxm": (200, 700),
+    "h200-sxm": (200, 700),
+    "b200-sxm": (200, 1000),
+    "gb200-nvl72": (200, 1200),
 }
 _MODEL_KEYS = {"idle_w", "ambient_c", "kelvin_per_w", "tau_s", "slowdown_c", "band_c", "max_clock_mhz", "speed"}
 _STATE_KEYS = {"limit_w", "temperature_c", "at_s", "load"}
@@ -47,24 +47,21 @@ def board_model(model: str = "b200-sxm", **numbers: Any) -> BoardModel:
 
     Args:
         model: name of a curve in `nep.planning.speed_curve`.
-        numbers: `min_w`, `default_w`, `max_w` and what else `BoardModel` has, where it differs. With another default
-            limit the curve keeps its shape; a highest limit above the curve's end takes a curve that goes on
-            (`boosted`).
+        numbers: `min_w`, `default_w`, `max_w` and what else `BoardModel` has, where it differs; for the curve see
+            `curve_for_limits`.
 
     Raises:
         ValueError: there is no such board.
     """
-    curve = curve_of(model)
-    least, default, most = _LIMITS[model]
+    curve_of(model)
+    least, most = _RANGES[model]
+    default = numbers.pop("default_w", DEFAULT_W[model])
     limits = PowerRange(
-        min_w=numbers.pop("min_w", least),
-        default_w=numbers.pop("default_w", default),
-        max_w=numbers.pop("max_w", most),
+        min_w=numbers.pop("min_w", min(least, default)),
+        default_w=default,
+        max_w=numbers.pop("max_w", max(most, default)),
     )
-    if limits.max_w > max(curve.highest_w * limits.default_w / default, limits.default_w):
-        curve = boosted(limits.default_w, limits.max_w)
-    elif limits.default_w != default:
-        curve = curve.scaled(from_w=default, to_w=limits.default_w, source=f"{curve.source}; scaled")
+    curve = curve_for_limits(model, default_w=limits.default_w, max_w=limits.max_w)
     return BoardModel(name=model, curve=curve, range_w=limits, **numbers)
 
 
@@ -214,4 +211,4 @@ def _locked(path: Path) -> Iterator[None]:
         yield
 
 
-KNOWN_BOARDS = tuple(name for name in CURVES if name in _LIMITS)
+KNOWN_BOARDS = tuple(name for name in CURVES if name in _RANGES)

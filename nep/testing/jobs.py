@@ -35,6 +35,7 @@ class JobOutcome:
         params: saved weights by their names in the file, or None.
         output: what it printed, standard error included.
         seconds: how long it ran.
+        orphans: processes that outlived their worker; None: the launcher does not count them.
     """
 
     returncode: int
@@ -42,6 +43,7 @@ class JobOutcome:
     params: dict[str, torch.Tensor] | None
     output: str
     seconds: float
+    orphans: int | None = None
 
 
 def run_job(
@@ -52,23 +54,25 @@ def run_job(
     launcher: str = "fast",
     timeout_s: float = 100.0,
     script: Path = REPOSITORY / "scripts" / "train.py",
+    nodes: int = 1,
 ) -> JobOutcome:
     """Run scripts/train.py on this machine and collect what it left.
 
     Args:
-        num_slots: processes; with `launcher` alone 1.
+        num_slots: processes; with `launcher` alone 1. A multiple of `nodes`.
         arguments: options of the script; the files to collect are added.
         folder: for the run's files, empty or fresh.
         launcher: `alone` (one process), `fast` (nep.testing.launch) or `torchrun`.
         timeout_s: the job is killed after it.
         script: to run in place of scripts/train.py, with the same options.
+        nodes: that the launcher `fast` pretends there are.
     """
     folder.mkdir(parents=True, exist_ok=True)
     if launcher == "alone":
         command = [sys.executable, str(script)]
     elif launcher == "fast":
-        command = [sys.executable, "-m", "nep.testing.launch", "--nproc-per-node", str(num_slots)]
-        command += ["--timeout", str(timeout_s), "--", str(script)]
+        command = [sys.executable, "-m", "nep.testing.launch", "--nproc-per-node", str(num_slots // nodes)]
+        command += ["--nnodes", str(nodes), "--timeout", str(timeout_s), "--json", "--", str(script)]
     else:
         command = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node"]
         command += [str(num_slots), str(script)]
@@ -92,7 +96,16 @@ def run_job(
         params=load_file(params_path) if params_path.exists() else None,
         output=done.stdout,
         seconds=time.monotonic() - start,
+        orphans=_orphans(done.stdout) if launcher == "fast" else None,
     )
+
+
+def _orphans(output: str) -> int | None:
+    """What the launcher's report, the last line, says; None if it could not write one."""
+    try:
+        return int(json.loads(output.rstrip().rpartition("\n")[2])["orphans"])
+    except (ValueError, KeyError, TypeError):
+        return None
 
 
 def reference_job(

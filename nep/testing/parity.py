@@ -19,6 +19,7 @@ from nep.distributed.collectives import sum_exact
 from nep.distributed.timeouts import Timeouts
 from nep.fault_tolerance import recovery, transaction
 from nep.fault_tolerance.commit import commit_layout, commit_step, settle
+from nep.fault_tolerance.integrity import Integrity
 from nep.fault_tolerance.runtime import Generation, Recipe, SlotRun
 from nep.fault_tolerance.transaction import Decision, Progress
 from nep.moe.routing_state import RoutingState
@@ -170,7 +171,7 @@ class Training:
             job=nothing,
             store=nothing,
             connections=nothing,
-            device=None,
+            transport=nothing,
             recipe=Recipe(
                 lines=lines,
                 dtype=config.torch_dtype,
@@ -185,6 +186,7 @@ class Training:
             state=state,
             sync=GradSync.build(state, lines, config.torch_dtype),
             routing=RoutingState.initial(lines, config.torch_dtype),
+            integrity=Integrity(config.state_check_every, config.corruption_action),
         )
 
     def change(self, run: SlotRun, me: ThreadSlot, plan: Plan, number: int, live: Sequence[int], version: int) -> None:
@@ -209,13 +211,25 @@ class Training:
         run.returning = None
         run.generation = Generation(number=number, members=plan.slots, groups=me.groups, waiter=me.waiter)
 
-    def go_on(self, run: SlotRun, me: ThreadSlot, until: int, lost_at: tuple[int, str] | None = None) -> SlotTrace:
-        """Steps up to `until`, or up to the phase of the step in which this slot stops."""
+    def go_on(
+        self,
+        run: SlotRun,
+        me: ThreadSlot,
+        until: int,
+        lost_at: tuple[int, str] | None = None,
+        meddle: Callable[[str, int], None] = lambda phase, step: None,
+    ) -> SlotTrace:
+        """Steps up to `until`, or up to the phase of the step in which this slot stops.
+
+        Args:
+            meddle: called with each phase of each step.
+        """
         trace = SlotTrace(run=run, operations=me.operations)
 
         def probe(phase: str, step: int) -> None:
             if (step, phase) == lost_at:
                 raise Lost
+            meddle(phase, step)
             if phase == "apply":
                 trace.sums.append({name: tensor.clone() for name, tensor in run.state.owned.grad_sum.items()})
 
@@ -234,15 +248,17 @@ class Training:
         overlap = Overlap(model, run.sync.grads)
         try:
             for step in range(run.progress.tx + 1, until + 1):
-                self._step(run, me, model, overlap, step)
+                while not self._step(run, me, model, overlap, step):
+                    pass  # refused, and mended
             if lost_at is None:
                 settle(run)
         except Lost:
             pass
         return trace
 
-    def _step(self, run: SlotRun, me: ThreadSlot, model: nn.Module, overlap: Overlap, step: int) -> None:
+    def _step(self, run: SlotRun, me: ThreadSlot, model: nn.Module, overlap: Overlap, step: int) -> bool:
         config = self.config
+        run.integrity.seal_for(run, step)
         reduction = Reduction(run.sync, me.groups.transfer, me.waiter, run.probe_at(step), overlap.collect)
         sums = forward_backward(
             model,
@@ -254,11 +270,12 @@ class Training:
             micro_batch_size=config.sequences_per_round(run.state.plan),
             probe=run.probe_at(step),
         )
-        commit_step(run, step, sums, reduction)
+        committed = commit_step(run, step, sums, reduction)
         overlap.returning = run.returning
         if not self.overlap:
             settle(run)
             overlap.returning = None
+        return committed
 
     # A slot that is lost while a step is voted on.
 

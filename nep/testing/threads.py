@@ -10,7 +10,9 @@ from typing import TypeVar
 
 import torch.distributed as dist
 
-from nep.distributed.groups import Groups, Rendezvous, build_groups, create_device
+from nep.distributed.groups import Groups, Rendezvous, build_groups
+from nep.distributed.transports.base import Transport
+from nep.distributed.transports.gloo import GlooTransport
 from nep.distributed.waiting import Waiter
 
 T = TypeVar("T")
@@ -44,6 +46,7 @@ def run_slots(
     lanes: Sequence[Sequence[int]] | None = None,
     deadline_s: float = 30.0,
     group_timeout_s: float = 40.0,
+    transport: Callable[[], Transport] = lambda: GlooTransport("127.0.0.1"),
 ) -> dict[int, T]:
     """Run `body` once for each slot, all at the same time.
 
@@ -53,6 +56,7 @@ def run_slots(
         lanes: the slots of each lane; by default each slot is one.
         deadline_s: of one wait.
         group_timeout_s: the groups' own time-out.
+        transport: makes each slot's.
 
     Returns:
         slot -> what `body` returned.
@@ -76,7 +80,7 @@ def run_slots(
                 generation=1,
                 slot=slot,
                 store=store,
-                device=create_device("127.0.0.1"),
+                transport=transport(),
                 waiter=waiter,
                 group_timeout_s=group_timeout_s,
                 rebuild_timeout_s=30.0,

@@ -1,4 +1,4 @@
-"""What a training job is asked to do. Building or checking a config touches no device and starts nothing."""
+"""What a training job is asked to do. Building or checking a config touches no device and starts no part of a job."""
 
 from __future__ import annotations
 
@@ -12,6 +12,7 @@ from typing import Literal
 import torch
 
 from nep.distributed.timeouts import Timeouts
+from nep.fault_tolerance.corruption import ACTIONS, Action
 from nep.fault_tolerance.injection import Failure
 from nep.fault_tolerance.job import Job
 from nep.moe.aux_losses import AuxLosses
@@ -26,6 +27,7 @@ from nep.planning.shapes import ModelShape, parameter_lines
 from nep.planning.validation import check_runnable
 from nep.train.alerts import target_problems
 from nep.train.balance_config import BalanceConfig
+from nep.train.devices import backend_problems, device_for, device_type_for
 from nep.train.health import HealthWatch, command_probe, command_problems
 
 _LONGEST_BASE_S = 86_400
@@ -54,9 +56,11 @@ class TrainConfig:
         router_bias_rate: step of the biases that experts are chosen with, towards even loads; 0 leaves them alone.
         recompute: run attention, experts and dense networks again in backward instead of keeping what they computed.
         moe_backend: kernels of the experts: `auto` or a name of `nep.moe.backends`, see docs/backends.md.
-        backend: of the process groups; gloo (CPU) only so far.
+        backend: of the process groups: gloo on CPUs; nccl on GPUs, which docs/nccl.md is about.
         timeout_base_s: the one value that all time-outs are derived from.
         respawn: how often the process of each slot is started anew after it died.
+        state_check_every: compare copies of the state in every so-many-th vote; 0: never.
+        corruption_action: what is done about a slot whose memory is found wrong.
         validation_sequences: held-out sequences for the validation loss, at the beginning and at the end.
         failures: to inject, see `Failure`.
         on_alert: command or http(s) URL that is told when the job is degraded or unprotected, see `nep.train.alerts`.
@@ -90,6 +94,8 @@ class TrainConfig:
     backend: Literal["gloo", "nccl"] = "gloo"
     timeout_base_s: float = 30.0
     respawn: int = 1
+    state_check_every: int = 20
+    corruption_action: Action = "drain"
     validation_sequences: int = 16
     failures: tuple[Failure, ...] = ()
     on_alert: str | None = None
@@ -155,15 +161,20 @@ class TrainConfig:
             self.torch_dtype,
             hidden_size=shape.hidden_size,
             neuron_block=shape.neuron_block,
-            device="cuda" if self.backend == "nccl" else "cpu",
+            device=device_type_for(self.backend),
         )
 
-    def check(self, shape: ModelShape, num_slots: int) -> None:
+    def device_of(self, local_index: int) -> torch.device:
+        """Where the slot with this number on its node has all its tensors."""
+        return device_for(self.backend, local_index)
+
+    def check(self, shape: ModelShape, num_slots: int, local_slots: int | None = None) -> None:
         """Gather everything that is wrong and say it at once.
 
         Args:
             shape: the model to train.
             num_slots: slots of the job.
+            local_slots: those on this node; by default all.
 
         Raises:
             ValueError: one sentence per problem, with its remedy.
@@ -173,7 +184,9 @@ class TrainConfig:
             self.moe_backend_for(shape)
         except ValueError as error:
             problems.append(str(error))
-        problems += self._unsupported()
+        problems += backend_problems(
+            self.backend, redundancy=self.redundancy, local_slots=num_slots if local_slots is None else local_slots
+        )
         problems += self.optimizer.problems() + self.aux_losses.problems() + self._routing_problems(shape)
         problems += self.balance.problems(self.router_bias_rate)
         problems += self._file_problems() + self._command_problems()
@@ -246,6 +259,10 @@ class TrainConfig:
             problems.append(f"validation_sequences ({self.validation_sequences}) must not be negative")
         if self.respawn < 0:
             problems.append(f"respawn ({self.respawn}) must not be negative; 0 starts no process anew")
+        if self.state_check_every < 0:
+            problems.append(f"state_check_every ({self.state_check_every}) must not be negative; 0 checks nothing")
+        if self.corruption_action not in ACTIONS:
+            problems.append(f"corruption_action ({self.corruption_action!r}) must be one of {', '.join(ACTIONS)}")
         if not 0 < self.timeout_base_s <= _LONGEST_BASE_S:
             problems.append(
                 f"timeout_base_s ({self.timeout_base_s}) must be a positive number of seconds, at most a day's "
@@ -253,15 +270,6 @@ class TrainConfig:
             )
         else:
             problems += Timeouts(base_s=self.timeout_base_s).problems()
-        return problems
-
-    def _unsupported(self) -> list[str]:
-        problems = []
-        if self.backend != "gloo":
-            problems.append(
-                f"backend {self.backend!r}: recovery on CUDA is not supported yet, and without it a lost GPU would "
-                "hang the job; use 'gloo' (CPU)"
-            )
         return problems
 
     def _routing_problems(self, shape: ModelShape) -> list[str]:

@@ -6,6 +6,7 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
+from nep.fault_tolerance.corruption import Corruption
 from nep.fault_tolerance.history import Committed
 from nep.fault_tolerance.timeline import Recovery
 from nep.planning.plan import Plan
@@ -26,6 +27,7 @@ class Hooks:
             slots must answer alike, from committed state alone; lanes and replicas may differ, slots and global batch
             not. One that no longer fits, since a slot has failed, is named and left.
         on_end: after the last step, while all slots are still there: (trainer).
+        on_corruption: wrong bits were found in somebody's memory, before the step is run again: (trainer, corruption).
         on_message: a line for people from the background: of checkpoints, from whichever slot has one: (trainer, line).
     """
 
@@ -34,4 +36,5 @@ class Hooks:
     on_plan: Callable[[Trainer, Plan], None] = lambda trainer, plan: None
     next_plan: Callable[[Trainer], Plan | None] = lambda trainer: None
     on_end: Callable[[Trainer], None] = lambda trainer: None
+    on_corruption: Callable[[Trainer, Corruption], None] = lambda trainer, corruption: None
     on_message: Callable[[Trainer, str], None] = lambda trainer, line: None

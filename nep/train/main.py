@@ -19,6 +19,7 @@ import tyro
 from torch import nn
 
 from nep.checkpoint.weights import gather_parameters, save_parameters
+from nep.fault_tolerance.corruption import Corruption
 from nep.fault_tolerance.environment import job_from_environment
 from nep.fault_tolerance.history import Committed
 from nep.fault_tolerance.injection import Failure
@@ -42,7 +43,7 @@ from nep.train.config import TrainConfig
 from nep.train.data import TextSamples, load_text
 from nep.train.log import log_to_file
 from nep.train.outcome import outcome, write_json, write_loads, write_router_stats
-from nep.train.resume import BAD_INPUT, CannotResume, check_resume, subject_of
+from nep.train.resume import BAD_INPUT, CannotResume, OtherData, check_resume, subject_of
 from nep.train.trainer import Hooks, Trainer
 
 BuildModel = Callable[[ModelShape, torch.dtype, str], nn.Module]
@@ -111,11 +112,15 @@ class Options:
     moe_backend: str = "auto"
     """Kernels of the experts: auto, grouped_mm (float32, bfloat16) or loop (any dtype)."""
     backend: Literal["gloo", "nccl"] = "gloo"
-    """Of the process groups: gloo trains on the CPU; nccl is refused until recovery works on CUDA."""
+    """Of the process groups: gloo trains on the CPU, nccl on GPUs (not yet tried on any, see docs/nccl.md)."""
     timeout_base_s: float = 30.0
     """Every time-out is derived from this; more than the longest time between two exchanges."""
     respawn: int = 1
     """How often each slot's process is started anew after it died; then the slot is left out until nep undrain."""
+    state_check_every: int = 20
+    """Compare all copies of the state in every so-many-th step; 0 for never."""
+    corruption_action: Literal["drain", "resync", "report"] = "drain"
+    """What to do about a slot whose memory is found wrong: mend and drain it, only mend, only say so."""
     validation_sequences: int = 16
     """Held-out sequences for the validation loss."""
     plan: Path | None = None
@@ -192,7 +197,7 @@ def main(build: BuildModel, arguments: Sequence[str] | None = None) -> int:
             if not options.dry_run or options.dry_run_slots < 1:
                 raise ValueError(f"dry_run_slots ({options.dry_run_slots}) must be at least 1, and needs --dry-run")
             num_slots = options.dry_run_slots
-        request = _checked(options, num_slots)
+        request = _checked(options, num_slots, spec.slots_per_node if spec else 1)
         plan = request.config.plan
         if plan is not None and (spec is None or spec.slot == 0):
             print(f"plan {plan.number} from {options.plan}, digest {plan.digest}", flush=True)
@@ -220,7 +225,7 @@ def _options_in_silence(arguments: Sequence[str] | None) -> Options:
         raise
 
 
-def _checked(options: Options, num_slots: int) -> _Request:
+def _checked(options: Options, num_slots: int, local_slots: int) -> _Request:
     """Everything that can be wrong is found here, before any process is started."""
     shape = preset(options.model)
     if options.router_bias_rate > 0:
@@ -263,6 +268,8 @@ def _checked(options: Options, num_slots: int) -> _Request:
         backend=options.backend,
         timeout_base_s=options.timeout_base_s,
         respawn=options.respawn,
+        state_check_every=options.state_check_every,
+        corruption_action=options.corruption_action,
         validation_sequences=options.validation_sequences,
         failures=tuple(Failure.parse(text) for text in options.fail),
         checkpoint_dir=options.checkpoint_dir,
@@ -286,7 +293,7 @@ def _checked(options: Options, num_slots: int) -> _Request:
             router_stats_out=options.router_stats_out,
         ),
     )
-    config.check(shape, num_slots)
+    config.check(shape, num_slots, local_slots)
     data = load_text(options.data).samples(seq_len=config.seq_len, seed=config.seed)
     if data.vocab_size > shape.vocab_size:
         raise ValueError(
@@ -356,7 +363,7 @@ def _train(build: BuildModel, request: _Request, job: Job, *, launched: bool = F
         code = trainer.run(job)
         return 0 if code == STOPPED and launched and trainer.was_stopped else code
     except CannotResume as error:
-        if job.slot == 0:
+        if job.slot == 0 or isinstance(error, OtherData):
             print(f"train: {error}", file=sys.stderr)
         return EXIT_BAD_INPUT
     finally:
@@ -372,7 +379,13 @@ class _View:
         self._last = time.perf_counter()
 
     def hooks(self) -> Hooks:
-        return Hooks(on_commit=self._commit, on_recovery=self._recovery, on_end=self._end, on_message=self._message)
+        return Hooks(
+            on_commit=self._commit,
+            on_recovery=self._recovery,
+            on_corruption=self._corruption,
+            on_end=self._end,
+            on_message=self._message,
+        )
 
     def close(self) -> None:
         self._progress.close()
@@ -391,6 +404,10 @@ class _View:
 
     def _message(self, trainer: Trainer, line: str) -> None:
         self._progress.message(line)
+
+    def _corruption(self, trainer: Trainer, corruption: Corruption) -> None:
+        if trainer.reports:
+            self._progress.message(str(corruption))
 
     def _recovery(self, trainer: Trainer, recovery: Recovery) -> None:
         if trainer.reports:

@@ -4,11 +4,13 @@ from __future__ import annotations
 
 from collections.abc import Callable
 
-from nep.distributed.groups import create_device
+from nep.distributed.groups import ParkingLot
 from nep.distributed.timeouts import Timeouts
+from nep.fault_tolerance.bit_flip import flip_some_bit
 from nep.fault_tolerance.connections import Connections
 from nep.fault_tolerance.control_store import ControlStore
 from nep.fault_tolerance.injection import Injector
+from nep.fault_tolerance.integrity import Integrity
 from nep.fault_tolerance.job import Job
 from nep.fault_tolerance.runtime import Recipe, SlotRun
 from nep.fault_tolerance.transaction import NO_LAYOUT, Progress
@@ -18,6 +20,7 @@ from nep.parallel.state import SlotState
 from nep.planning.cluster import Cluster
 from nep.planning.layout import Lines
 from nep.train.config import TrainConfig
+from nep.train.devices import make_transport
 
 
 def make_run(
@@ -56,16 +59,22 @@ def make_run(
     if progress.layout != NO_LAYOUT:
         sync = GradSync.build(state, lines, recipe.dtype)
     speeds = dict(zip(state.plan.slots, state.plan.speeds_ppm, strict=True))
-    return SlotRun(
+    transport = make_transport(config.backend, job, recipe.timeouts)
+    injector = Injector(config.failures, job.slot, store, announce)
+    run = SlotRun(
         job=job,
         store=store,
         connections=Connections(store, ready=2 if job.num_slots > 1 else 0),
-        device=create_device(job.listen_on),
+        transport=transport,
         recipe=recipe,
-        probe=Injector(config.failures, job.slot, store, announce).at,
+        probe=injector.at,
         cluster=Cluster.uniform(job.num_slots, job.slots_per_node).with_speeds(speeds),
         progress=progress,
         state=state,
         sync=sync,
-        routing=RoutingState.initial(lines, recipe.dtype),
+        routing=RoutingState.initial(lines, recipe.dtype, transport.device),
+        integrity=Integrity(config.state_check_every, config.corruption_action),
+        parking=ParkingLot(transport),
     )
+    injector.on_flip = lambda failure: flip_some_bit(run.state, failure.part, str(failure))
+    return run

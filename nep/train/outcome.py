@@ -26,6 +26,7 @@ def outcome(trainer: Trainer, model_name: str) -> dict[str, Any]:
     expected = {step: (size, expected_hash((step - 1) * size, size)) for step in range(1, config.steps + 1)}
     lost, repeated = history.samples_lost_and_repeated(expected)
     adjustments = trainer.balance.adjustments
+    integrity = trainer.run_state.integrity
     injected = fired(config.failures, trainer.run_state.store)
     return {
         "schema": SCHEMA,
@@ -44,6 +45,8 @@ def outcome(trainer: Trainer, model_name: str) -> dict[str, Any]:
         "recovery_s": [recovery.total_s for recovery in trainer.recoveries],
         "recovery_phases_s": [recovery.phases_s() for recovery in trainer.recoveries],
         "full_size_s": trainer.full_size_s,
+        "corruptions": [one.to_json() for one in history.corruptions],
+        "state_checks": {"every": integrity.every, "checks": integrity.checks, "seconds": integrity.seconds},
         "live_slots": list(trainer.members),
         "resumed_step": trainer.resumed_step,
         "data_digest": trainer.data.digest,

@@ -17,12 +17,13 @@ from nep.checkpoint.folders import newest_in, none_left, set_aside, whole_in
 from nep.checkpoint.load import Reader, load_state, verify
 from nep.checkpoint.manifest import BadCheckpoint, Manifest
 from nep.checkpoint.subject import Subject
-from nep.fault_tolerance.control_store import ControlStore, end_key
+from nep.fault_tolerance.control_store import ControlStore, data_key, end_key
 from nep.fault_tolerance.history import Committed, History
 from nep.fault_tolerance.job import Job
 from nep.fault_tolerance.membership import dead_members
 from nep.fault_tolerance.runtime import SlotRun
 from nep.moe.routing_state import RoutingState
+from nep.parallel.holding import CPU
 from nep.parallel.state import SlotState
 from nep.planning.layout import Lines
 from nep.planning.plan import Plan
@@ -44,10 +45,15 @@ _HISTORY = {
     "grad_norm": torch.float64,
     "skipped": torch.int64,
 }
+_ROUTING = ("routing.bias_le", "routing.counts_le")
 
 
 class CannotResume(ValueError):
     """There are checkpoints, and the job cannot go on from any of them."""
+
+
+class OtherData(CannotResume):
+    """This slot has other data than the job; the others need not know."""
 
 
 def subject_of(config: TrainConfig, data: SampleSource, model: nn.Module | ModelShape, lines: Lines) -> Subject:
@@ -105,7 +111,7 @@ def find_start(
     """What the job's checkpoints are of, and the one to begin with, if any. All slots call it.
 
     Raises:
-        CannotResume: there are some, and none will do; the job is over.
+        CannotResume: there are some, and none will do, or slots have different data; the job is over.
     """
 
     def say(line: str) -> None:
@@ -115,9 +121,12 @@ def find_start(
 
     subject = subject_of(config, data, model, model.parameter_lines())  # type: ignore[operator]
     try:
+        require_same_data(store, job.slot, data.digest)
         return subject, agree_on_checkpoint(store, job.slot, job.num_slots, config, subject, say)
     except ValueError as error:
         store.compare_and_set(end_key(), "", str(BAD_INPUT))
+        if isinstance(error, CannotResume):
+            raise
         raise CannotResume(str(error)) from error
 
 
@@ -162,6 +171,20 @@ def agree_on_checkpoint(
         bad[name] = problem
         say(f"checkpoint {name} cannot be loaded: {problem}; going on from the one before, if there is one")
     raise AssertionError("unreachable")
+
+
+def require_same_data(store: ControlStore, slot: int, digest: str) -> None:
+    """All slots must read the same: a sample is known by its number.
+
+    Raises:
+        OtherData: this slot's differ from those of the one that came first.
+    """
+    first, theirs = store.compare_and_set(data_key(), "", f"{slot} {digest}").split()
+    if theirs != digest:
+        raise OtherData(
+            f"slots {first} and {slot} have different data (digests {theirs[:12]} and {digest[:12]}); "
+            "give the same --data, and without it the same release of Python, on all of them"
+        )
 
 
 def _examine(folder: Path, share: int, of: int) -> tuple[Manifest | None, str | None]:
@@ -219,13 +242,13 @@ class Resumption:
         """Before the first step."""
         return list(self.manifest.contents.validation_losses)
 
-    def state(self, plan: Plan, slot: int, lines: Lines, dtype: torch.dtype) -> SlotState:
+    def state(self, plan: Plan, slot: int, lines: Lines, dtype: torch.dtype, device: torch.device = CPU) -> SlotState:
         """What a slot keeps under a plan, whatever the plan of the checkpoint was.
 
         Raises:
             BadCheckpoint: it cannot be read.
         """
-        return load_state(Reader(self.folder, self.manifest, lines), plan, slot, lines, dtype)
+        return load_state(Reader(self.folder, self.manifest, lines), plan, slot, lines, dtype, device)
 
     def restore(self, run: SlotRun) -> None:
         """Progress, history and routing of a run that is otherwise before its first step.
@@ -256,7 +279,7 @@ def small_tensors(history: History, routing: RoutingState | None) -> Callable[[]
     steps, counts = list(history.steps), list(history.counts_le)
     now: dict[str, torch.Tensor] = {}
     if routing is not None:
-        now = {"routing.bias_le": routing.bias_le.clone(), "routing.counts_le": routing.counts_le.clone()}
+        now = {name: getattr(routing, name.partition(".")[2]).to("cpu", copy=True) for name in _ROUTING}
 
     def make() -> dict[str, torch.Tensor]:
         found = {
@@ -281,14 +304,15 @@ def restore_small(reader: Reader, history: History, routing: RoutingState | None
             entry = dict(zip(_HISTORY, values, strict=True))
             entry |= {"sample_hash": entry["sample_hash"] % 2**64, "skipped": bool(entry["skipped"])}
             history.steps.append(Committed(**entry))
+        history.resumed = True
         history.num_updates = reader.manifest.contents.num_updates
         if keep_loads:
             history.counts_le.extend(tensors.get("history.counts_le", torch.empty(0)).unbind())
             if len(history.counts_le) < len(history.steps):
                 log.warning("the loads of earlier steps are not in the checkpoint")
         if routing is not None:
-            routing.bias_le.copy_(tensors["routing.bias_le"])
-            routing.counts_le.copy_(tensors["routing.counts_le"])
+            for name in _ROUTING:
+                getattr(routing, name.partition(".")[2]).copy_(tensors[name])
     except KeyError as error:
         raise BadCheckpoint(f"{reader.folder}: small tensor {error} is missing") from error
 

@@ -8,7 +8,7 @@ from collections.abc import Callable
 import torch
 from torch import nn
 
-from nep.distributed.compute_clock import ComputeClock, HostClock, watching
+from nep.distributed.compute_clock import ComputeClock, clock_for, watching
 from nep.fault_tolerance.commit import StepSums
 from nep.moe.aux_losses import SumCounts
 from nep.moe.routing_state import RoutingState
@@ -77,9 +77,9 @@ def forward_backward(
         first_sample: global index of the step's first sample.
         micro_batch_size: sequences per round.
         probe: failure injection.
-        clock: counts what this slot computes; None: the host does.
+        clock: counts what this slot computes; None: that of its device.
     """
-    clock = clock or HostClock()
+    clock = clock or clock_for(sync.state.device)
     with watching(reduction.waiter, clock):
         return _rounds(model, overlap, sync, reduction, data, first_sample, micro_batch_size, probe, clock)
 
@@ -108,14 +108,18 @@ def _rounds(
         done = count * round_index // num_rounds
         size = count * (round_index + 1) // num_rounds - done
         first = first_sample + offset + done
-        tokens_bt, targets_bt = (torch.from_numpy(array) for array in data.train_batch(first, size))
+        tokens_bt, targets_bt = (
+            torch.from_numpy(array).to(sync.state.device) for array in data.train_batch(first, size)
+        )
         output = model(tokens_bt, targets_bt)
         total = output.loss.total if output.aux_loss is None else output.loss.total + output.aux_loss
         if round_index == 0:
             total.register_hook(lambda _: probe("backward"))
         overlap.reduction = reduction if round_index == num_rounds - 1 else None
         try:
-            total.backward()
+            # With a GPU autograd has a thread for it, and its hooks launch messages: NCCL wants one thread for all.
+            with torch.autograd.set_multithreading_enabled(sync.state.device.type == "cpu"):
+                total.backward()
         finally:
             # The two point to each other: left so by a fault, they would keep all of the old state until Python
             # happens to look for cycles.
@@ -134,7 +138,7 @@ def _rounds(
         tokens=tokens,
         samples=samples,
         sample_hash=sample_hash % 2**64,
-        counts_le=counts_le,
+        counts_le=counts_le.cpu(),
         seconds=clock.seconds() - start,
     )
 

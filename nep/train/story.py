@@ -10,6 +10,7 @@ from typing import Any
 
 import torch
 
+from nep.fault_tolerance.corruption import Corruption
 from nep.fault_tolerance.history import Committed, History
 from nep.fault_tolerance.timeline import Recovery
 
@@ -57,6 +58,7 @@ class Story:
                 "schema": SCHEMA,
                 "steps": [list(dataclasses.astuple(step)) for step in self.history.steps],
                 "num_updates": self.history.num_updates,
+                "corruptions": [one.to_json() for one in self.history.corruptions],
                 "counts": [len(counts), *counts[0].shape] if counts else [],
                 "generations": self.generations,
                 "recoveries": [dataclasses.asdict(recovery) for recovery in self.recoveries],
@@ -91,7 +93,13 @@ class Story:
             flat = torch.frombuffer(bytearray(blob[_LENGTH.size + length :]), dtype=torch.int64)
             counts = list(flat.view(value["counts"]).unbind(0))
         return cls(
-            history=History(steps=steps, counts_le=counts, num_updates=value["num_updates"]),
+            history=History(
+                steps=steps,
+                counts_le=counts,
+                num_updates=value["num_updates"],
+                corruptions=[Corruption.from_json(one) for one in value["corruptions"]],
+                resumed=value["resumed_step"] > 0,
+            ),
             generations=[(number, step, tuple(slots), why) for number, step, slots, why in value["generations"]],
             recoveries=[_recovery(one) for one in value["recoveries"]],
             recovery=None if value["recovery"] is None else _recovery(value["recovery"]),
@@ -106,4 +114,4 @@ class Story:
 
 
 def _recovery(value: dict[str, Any]) -> Recovery:
-    return Recovery(**{**value, "failed_slots": tuple(value["failed_slots"])})
+    return Recovery(**{**value, **{name: tuple(value[name]) for name in ("failed_slots", "reasons")}})

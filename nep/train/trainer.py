@@ -20,7 +20,7 @@ from nep.fault_tolerance.bulletin import StepBoard, follow_requests
 from nep.fault_tolerance.commit import commit_step
 from nep.fault_tolerance.control_store import FIRST_GENERATION, ControlStore, decision_key
 from nep.fault_tolerance.ending import finish_together
-from nep.fault_tolerance.injection import fired
+from nep.fault_tolerance.injection import last_fired
 from nep.fault_tolerance.job import Job
 from nep.fault_tolerance.joining import NobodyLeft, first_decision, join_job
 from nep.fault_tolerance.membership import Drained, JobEnded, LeftOut
@@ -46,8 +46,9 @@ from nep.train.initialization import initial_units
 from nep.train.log import follow_generation
 from nep.train.make_run import make_run
 from nep.train.preemption import Preemption
-from nep.train.resume import find_start, subject_of
+from nep.train.resume import find_start, require_same_data, subject_of
 from nep.train.signals import StopSignals
+from nep.train.state_guard import StateGuard
 from nep.train.step import forward_backward, prepare_model
 from nep.train.story import Story
 from nep.train.validation import validation_loss
@@ -88,6 +89,7 @@ class Trainer:
         self._overlap: Overlap
         self._boundary = Boundary(self, self._install, self._announce)
         self.balance = self._boundary.balance
+        self._guard = StateGuard(self)
         self.run_state: SlotRun
         self.resumed_step = 0  # of the checkpoint that this run began with
         self._signals = StopSignals()
@@ -187,7 +189,7 @@ class Trainer:
                     self._recovery = self._recovery or Recovery()  # before: who comes back is told of it
                     recover(run, fault, number, members, self._recovery)
                     self._checkpoints.lose(self._recovery.failed_slots)
-                    self._begin(self._recovery.reason)
+                    self._begin(self._recovery.take_news())
                     run.parking.reap()  # before its sockets cost time, see `Fault.without_frames`
                 number, members = run.current.number, run.current.members
                 self._train()
@@ -220,7 +222,7 @@ class Trainer:
         assert written.plan is not None
         plan = Plan.from_json(written.plan)
         if start is not None:
-            state = start.state(plan, job.slot, lines, self.config.torch_dtype)
+            state = start.state(plan, job.slot, lines, self.config.torch_dtype, self.config.device_of(job.local_index))
         else:
             state = SlotState.initial(
                 plan,
@@ -229,6 +231,7 @@ class Trainer:
                 self.config.torch_dtype,
                 lambda name, lo, hi: initial_units(self.config.seed, name, lines[name], lo, hi),
                 self.config.optimizer.moments,
+                self.config.device_of(job.local_index),
             )
         progress = Progress(slot=job.slot, layout=plan.number, layout_digest=plan.digest)
         self._prepare(job, store, lines, state, progress)
@@ -245,10 +248,11 @@ class Trainer:
         config, model = self.config, self._make_model()
         lines = model.parameter_lines()  # type: ignore[operator]
         self._subject = subject_of(config, self.data, model, lines)
+        require_same_data(store, job.slot, self.data.digest)
         first = first_decision(store, Timeouts(base_s=config.timeout_base_s).start_s)
         assert first.plan is not None
-        moments = config.optimizer.moments
-        state = SlotState.nothing(Plan.from_json(first.plan), job.slot, lines, config.torch_dtype, moments)
+        moments, device = config.optimizer.moments, config.device_of(job.local_index)
+        state = SlotState.nothing(Plan.from_json(first.plan), job.slot, lines, config.torch_dtype, moments, device)
         self._prepare(job, store, lines, state, Progress(slot=job.slot, layout=NO_LAYOUT, layout_digest=""))
         run = self.run_state
         log.info("trainer %d of this slot is ready and waits to be a member", job.incarnation)
@@ -256,7 +260,8 @@ class Trainer:
         # All that are in effect: with fewer in its votes, the others would fall back to what was asked before.
         run.requests.read(store)
         assert decision.origin is not None
-        run.state = SlotState.nothing(Plan.from_json(decision.origin), job.slot, lines, config.torch_dtype, moments)
+        origin = Plan.from_json(decision.origin)
+        run.state = SlotState.nothing(origin, job.slot, lines, config.torch_dtype, moments, device)
         run.progress = transaction.join(job.slot, decision)
         return decision
 
@@ -352,8 +357,8 @@ class Trainer:
             self.validation_losses = [validation_loss(run, self.model, self.data, config)]
         while self.step < config.steps and not run.stopping:
             step = self.step + 1
+            self._guard.before_step(step)
             self._checkpoints.before_step(step)
-            follow_generation(run.current.number, self.plan.replica_of(self.slot), self.slot, step)
             generation, probe = run.current, run.probe_at(step)
             reduction = Reduction(run.sync, generation.groups.transfer, generation.waiter, probe, self._overlap.collect)
             sums = forward_backward(
@@ -366,7 +371,8 @@ class Trainer:
                 micro_batch_size=config.sequences_per_round(self.plan),
                 probe=probe,
             )
-            commit_step(run, step, sums, reduction)
+            if not commit_step(run, step, sums, reduction):
+                continue  # some state was wrong: it has been mended, and the step is run again
             del reduction  # it holds the state under the plan of now, which may change below
             self._overlap.returning = run.returning
             self._resumed()
@@ -404,10 +410,7 @@ class Trainer:
             recovery, self._recovery = self._recovery, None
             recovery.resumed_at = time.time()
             # An injected failure is known to the moment; a supervisor's report comes a few milliseconds later.
-            injected: dict[int, float] = {}  # the last of each slot: it may have failed and come back before
-            for index, when in fired(self.config.failures, self.run_state.store).items():
-                slot = self.config.failures[index].slot
-                injected[slot] = max(when, injected.get(slot, when))
+            injected = last_fired(self.config.failures, self.run_state.store)
             for slot in set(recovery.failed_slots) & injected.keys():
                 if recovery.failed_at is not None:
                     recovery.failed_at = min(recovery.failed_at, injected[slot])

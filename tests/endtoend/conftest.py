@@ -32,10 +32,11 @@ class SmallJob:
     params: dict[str, torch.Tensor]
 
     def common(self) -> list[str]:
-        """Options of every job. A slot that dies stays away, unless a test says otherwise."""
+        """Options of every job. A slot that dies stays away, unless a test says otherwise, and copies are compared in
+        every step: no failure may look like wrong bits."""
         options = f"--dtype float64 --steps {STEPS} --seq-len {SEQ_LEN} --global-batch-size {BATCH} --lr {LR}"
         options += f" --micro-batch-size 2 --warmup-steps {WARMUP} --validation-sequences 2 --data {self.data}"
-        options += " --respawn 0"
+        options += " --respawn 0 --state-check-every 1"
         return options.split()
 
     def run(
@@ -64,6 +65,7 @@ class SmallJob:
         assert params.keys() == self.params.keys()
         for name, expected in self.params.items():
             assert (params[name] - expected).abs().max() <= TENSOR_TOLERANCE * expected.abs().max(), name
+        assert bool(result["corruptions"]) == any(":flip@" in one["failure"] for one in result["failures"])
         assert all(failure["fired"] for failure in result["failures"]), result["failures"]
 
 

@@ -46,14 +46,14 @@ def hold(at: dict[int, int]) -> None:
             now["posting"] = 0
             return number
 
-    def held(run: Any, step: int, *rest: Any) -> None:
+    def held(run: Any, step: int, *rest: Any) -> bool:
         now["step"] = step
         deadline = time.monotonic() + LIMIT_S
         while step in at and not run.store.exists(request_key(at[step])):
             assert time.monotonic() < deadline, f"step {step} waits for request {at[step]} in vain"
             time.sleep(0.005)
         run.requests.read(run.store)
-        commit_step(run, step, *rest)
+        return commit_step(run, step, *rest)
 
     trainer.commit_step = held  # type: ignore[assignment]
     init = runtime.SlotRun.__init__

@@ -127,8 +127,8 @@ class EmulatedCommunicator(Communicator):
         free: bool = False,
         buckets: BucketSizes | None = None,
     ) -> None:
-        # No call of the base class's constructor: group, thread and tags are the inner communicator's.
-        self.name, self.slots, self.rank, self.group = inner.name, inner.slots, inner.rank, inner.group
+        # No call of the base class's constructor: channel and tags are the inner communicator's.
+        self.name, self.slots, self.rank, self.channel = inner.name, inner.slots, inner.rank, inner.channel
         self._inner = inner
         self._role = role
         self._accelerator = accelerator

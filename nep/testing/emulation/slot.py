@@ -209,7 +209,7 @@ class EmulatedSlot:
             job=cast(Any, SimpleNamespace(slot=slot)),
             store=absent,
             connections=absent,
-            device=absent,
+            transport=absent,
             recipe=Recipe(
                 lines=self._lines,
                 dtype=emulation.dtype,

@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import contextlib
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from typing import Any
 
 import torch
@@ -23,6 +23,8 @@ from nep.moe.experts import expert_slices
 from nep.parallel.optimizer import OptimizerConfig
 from nep.planning.layout import LineKind, Lines
 from nep.train.data import SampleSource
+
+_MOMENTS = ("exp_avg", "exp_avg_sq")  # of torch's AdamW
 
 
 class PlainJob:
@@ -107,6 +109,36 @@ class PlainJob:
         self._optimizer.step()
         dist.all_reduce(loss_sum)
         return float(loss_sum) / num_tokens
+
+    @property
+    def steps_done(self) -> int:
+        """Steps since the first sample, those before a checkpoint included."""
+        return self._step
+
+    def state(self, *, with_shared: bool) -> dict[str, Tensor]:
+        """Parameters and moments, for a checkpoint.
+
+        Args:
+            with_shared: also those that every rank has; else this rank's experts only.
+        """
+        found: dict[str, Tensor] = {}
+        for name, parameter in self._parameters().items():
+            if with_shared or name in self._expert_names:
+                found[name] = parameter.detach()
+                moments = self._optimizer.state[parameter]
+                found.update({f"{name}/{kind}": moments[kind] for kind in _MOMENTS})
+        return found
+
+    def load_state(self, tensors: Mapping[str, Tensor], step: int) -> None:
+        """Go on after `step` from what `state` gave: this rank's experts, and what all share."""
+        for name, parameter in self._parameters().items():
+            parameter.data.copy_(tensors[name])
+            moments = {kind: tensors[f"{name}/{kind}"].clone() for kind in _MOMENTS}
+            self._optimizer.state[parameter] = {"step": torch.tensor(float(step)), **moments}
+        self._step = step
+
+    def _parameters(self) -> dict[str, nn.Parameter]:
+        return dict(self._model.module.named_parameters())
 
     def _clip(self) -> None:
         """By the global norm: dense gradients are the same on all ranks, experts' are not."""

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import errno
 import threading
+import time
 from collections.abc import Sequence
 from functools import cache
 from pathlib import Path
@@ -227,6 +228,21 @@ def test_nobody_waits_for_ever(tmp_path: Path) -> None:
     assert all(writers[slot].wait(20) for slot in (0, 1, 3))
     said = [line for slot in (0, 1, 3) for line in writers[slot].messages()]
     assert len(said) == 1 and "and no more within 0.3 s" in said[0]
+
+
+def test_a_thread_that_hangs_is_not_waited_for(tmp_path: Path) -> None:
+    disk = Disk(gate=["slot-00001"])
+    writers = savers(tmp_path, PLAN.slots, MemoryBoard(), write=disk, stall_s=0.3)
+    for slot, snapshot in snapshots().items():
+        writers[slot].save(snapshot)
+    assert not writers[1].wait() and not writers[1].wait(), "its thread is still in there"
+    (message,) = writers[1].messages()
+    assert message.startswith("slot 1 has been busy with one file of a checkpoint for more than 0.3 s")
+    assert all(writers[slot].wait(20) for slot in (0, 2, 3)) and not whole_in(tmp_path)
+    disk.let_through.set()
+    deadline = time.monotonic() + 20
+    while not writers[1].wait(0.05):
+        assert time.monotonic() < deadline
 
 
 def test_a_step_that_has_a_checkpoint_is_not_saved_again(tmp_path: Path) -> None:

@@ -12,6 +12,7 @@ import torch.distributed as dist
 from nep.distributed import groups
 from nep.distributed.collectives import all_gather_bytes, sum_exact
 from nep.distributed.groups import Communicator, Groups, ParkingLot, Rendezvous, build_groups
+from nep.distributed.transports import gloo
 from nep.distributed.waiting import FailedLaunch, Fault, Waiter, WaitingThread
 
 WAITER = Waiter(lambda: None, 1.0)
@@ -35,7 +36,8 @@ def test_a_slot_alone_needs_no_group() -> None:
 
 
 def test_what_was_built_before_a_fault_is_closed(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Two groups stand when the generation breaks: their threads must end, and the store's connection is free again."""
+    """Two groups stand when the generation breaks, and the third comes late: the threads of all must end, and the
+    store's connection is free again."""
     built: list[object] = []
     threads: list[WaitingThread] = []
     release, free = threading.Event(), threading.Event()
@@ -45,21 +47,22 @@ def test_what_was_built_before_a_fault_is_closed(monkeypatch: pytest.MonkeyPatch
             super().__init__(name)
             threads.append(self)
 
-    def create(store: object, *, rank: int, size: int, timeout_s: float, device: object) -> object:
+    def create(store: object, *, rank: int, size: int, timeout_s: float, listener: object) -> object:
         built.append(object())
         if len(built) == 3:
             release.wait(10)
         return built[-1]
 
-    monkeypatch.setattr(groups, "WaitingThread", Recorded)
-    monkeypatch.setattr(groups, "create_process_group", create)
+    for module in (groups, gloo):
+        monkeypatch.setattr(module, "WaitingThread", Recorded)
+    monkeypatch.setattr(gloo, "create_process_group", create)
     with pytest.raises(Fault, match="slot 3 has ended"):
         build_groups(
             Rendezvous(
                 generation=2,
                 slot=0,
                 store=dist.HashStore(),
-                device=None,
+                transport=gloo.GlooTransport("127.0.0.1"),
                 waiter=Waiter(lambda: "slot 3 has ended" if len(built) > 2 else None, 10.0),
                 group_timeout_s=10.0,
                 rebuild_timeout_s=10.0,
@@ -72,6 +75,9 @@ def test_what_was_built_before_a_fault_is_closed(monkeypatch: pytest.MonkeyPatch
     assert not free.is_set(), "the third is still being built on the connection"
     release.set()
     assert free.wait(10)
+    assert sorted(thread._thread.name for thread in threads) == [
+        "build-groups-2", "wait-dispatch-0", "wait-transfer", "wait-vote",
+    ]  # fmt: skip
     deadline = time.monotonic() + 10
     while any(thread.alive for thread in threads):
         assert time.monotonic() < deadline

@@ -49,7 +49,7 @@ def wait_until_opened(opened: list[str], count: int) -> None:
 
 def test_nobody_waits_for_a_connection_while_some_are_ready(server: dist.TCPStore) -> None:
     slow, opened = threading.Event(), []
-    connections = Connections(CountedStore(server, opened, slow), ready=2)
+    connections = Connections(CountedStore(server, opened, slow), ready=2, pause_s=0.0)
     wait_until_opened(opened, 3)  # its own and two that are idle
     slow.set()  # as with a resolver that does not answer
     start = time.monotonic()
@@ -75,7 +75,7 @@ def test_each_taken_connection_works_by_itself(server: dist.TCPStore) -> None:
 
 def test_what_is_given_back_is_taken_again_before_one_is_opened(server: dist.TCPStore) -> None:
     opened: list[str] = []
-    connections = Connections(CountedStore(server, opened), ready=1)
+    connections = Connections(CountedStore(server, opened), ready=1, pause_s=0.0)
     wait_until_opened(opened, 2)
     one = connections.take()
     wait_until_opened(opened, 3)

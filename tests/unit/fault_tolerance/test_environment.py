@@ -4,7 +4,12 @@ from pathlib import Path
 
 import pytest
 
-from nep.fault_tolerance.environment import job_from_environment, single_process_job
+from nep.fault_tolerance.environment import (
+    job_from_environment,
+    nccl_variables,
+    prepare_nccl,
+    single_process_job,
+)
 
 # As torchrun 2.13 sets it for the second of two nodes with two workers each.
 TORCHRUN = {
@@ -60,3 +65,24 @@ def test_a_store_inside_a_worker_is_refused(tmp_path: Path, agent_store: str | N
 def test_malformed_numbers_are_named(tmp_path: Path) -> None:
     with pytest.raises(ValueError, match=r'WORLD_SIZE \("four"\) must be an integer'):
         job_from_environment(run_dir=tmp_path, environ={**TORCHRUN, "WORLD_SIZE": "four"})
+
+
+def test_nccl_is_told_what_is_not_set_yet() -> None:
+    environ = {"NCCL_NVLS_ENABLE": "0", "TORCH_NCCL_NONBLOCKING_TIMEOUT": "7"}
+    prepare_nccl(nonblocking_timeout_s=1.2, environ=environ)
+    assert environ == {
+        "NCCL_NVLS_ENABLE": "0",
+        "TORCH_NCCL_NONBLOCKING_TIMEOUT": "7",
+        "TORCH_NCCL_ASYNC_ERROR_HANDLING": "0",
+        "TORCH_NCCL_DUMP_ON_TIMEOUT": "0",
+        "TORCH_NCCL_WAIT_TIMEOUT_DUMP_MILSEC": "0",
+        "NCCL_LAUNCH_ORDER_IMPLICIT": "1",
+    }
+    fresh: dict[str, str] = {}
+    prepare_nccl(nonblocking_timeout_s=1.2, environ=fresh)
+    assert fresh["TORCH_NCCL_NONBLOCKING_TIMEOUT"] == "2", "torch counts whole seconds"
+
+
+def test_nccl_variables_are_those_that_matter() -> None:
+    environ = {"NCCL_DEBUG": "INFO", "NCCL_BLOCKING_WAIT": "1", "HOME": "/root"}
+    assert nccl_variables(environ) == {"NCCL_BLOCKING_WAIT": "1"}

@@ -4,7 +4,10 @@ from __future__ import annotations
 
 import itertools
 import os
+import select
 import signal
+import threading
+import time
 from datetime import timedelta
 
 import pytest
@@ -12,8 +15,19 @@ import torch.distributed as dist
 from hypothesis import given
 from hypothesis import strategies as st
 
+from nep.fault_tolerance.bit_flip import PARTS
 from nep.fault_tolerance.control_store import ControlStore, injected_key
-from nep.fault_tolerance.injection import KINDS, PHASES, Failure, InjectedError, Injector, fired
+from nep.fault_tolerance.injection import (
+    KINDS,
+    PHASES,
+    SLOW_FACTOR,
+    SLOW_STEPS,
+    Failure,
+    InjectedError,
+    Injector,
+    Slowness,
+    fired,
+)
 
 
 @pytest.fixture(scope="module")
@@ -26,12 +40,15 @@ def store(opened: ControlStore, request: pytest.FixtureRequest) -> ControlStore:
     return opened.at_prefix(f"{request.node.name}/")
 
 
-failures = st.builds(
-    Failure,
-    slot=st.integers(0, 10**6),
-    step=st.integers(0, 10**9),
-    kind=st.sampled_from(KINDS),
-    phase=st.sampled_from(PHASES),
+where = {"slot": st.integers(0, 10**6), "step": st.integers(0, 10**9)}
+failures = st.one_of(
+    st.builds(
+        Failure,
+        **where,
+        kind=st.sampled_from([kind for kind in KINDS if kind != "flip"]),
+        phase=st.sampled_from(PHASES),
+    ),
+    st.builds(Failure, **where, kind=st.just("flip"), phase=st.just("backward"), part=st.sampled_from(PARTS)),
 )
 
 
@@ -72,7 +89,8 @@ def test_what_cannot_be_read_is_refused_with_the_form(text: str) -> None:
 
 
 @pytest.mark.parametrize(
-    ("text", "wrong", "possible"), [("2@3:kil", "'kil'", KINDS), ("2@3:kill@lunch", "'lunch'", PHASES)]
+    ("text", "wrong", "possible"),
+    [("2@3:kil", "'kil'", KINDS), ("2@3:kill@lunch", "'lunch'", PHASES), ("2@3:flip@vote", "'vote'", PARTS)],
 )
 def test_unknown_words_are_refused_with_those_that_exist(text: str, wrong: str, possible: tuple[str, ...]) -> None:
     with pytest.raises(ValueError, match=wrong) as caught:
@@ -101,6 +119,16 @@ def test_a_failure_comes_once_in_a_job(store: ControlStore) -> None:
     with pytest.raises(InjectedError):
         Injector(asked, 0, store, said.append).at("forward", 4)
     assert list(fired(asked, store)) == [0, 1]
+
+
+def test_a_bit_is_flipped_once_and_told(store: ControlStore) -> None:
+    said: list[str] = []
+    injector = Injector([Failure.parse("1@4:flip@held")], 1, store, said.append)
+    injector.on_flip = lambda failure: f"a bit of what is {failure.part}"
+    for phase, step in itertools.product(PHASES, range(3, 6)):
+        injector.at(phase, step)
+    injector.at("backward", 4)
+    assert said == ["injected failure 1@4:flip@held", "a bit of what is held"]
 
 
 def test_the_same_failure_asked_for_twice_comes_twice(store: ControlStore) -> None:
@@ -136,3 +164,60 @@ def test_failures_are_real(store: ControlStore, kind: str, ended_by: int) -> Non
     else:
         found = os.waitstatus_to_exitcode(status)
     assert found == ended_by
+
+
+@pytest.mark.parametrize(("kind", "others_run"), [("gil", False), ("busy", True)])
+def test_hangs_keep_the_lock_or_give_it_to_other_threads(store: ControlStore, kind: str, others_run: bool) -> None:
+    class Recorded(ControlStore):
+        """The child must not use its parent's connection."""
+
+        def compare_and_set(self, key: str, expected: str, value: str) -> str:
+            return value
+
+    injector = Injector([Failure(slot=0, step=1, kind=kind)], 0, Recorded(store._store, ""), lambda line: None)
+    reading, writing = os.pipe()
+    pid = os.fork()
+    if pid == 0:
+        begun = threading.Event()
+
+        def count() -> None:
+            begun.wait()
+            for _ in range(3):
+                time.sleep(0.05)
+                os.write(writing, b"x")
+
+        threading.Thread(target=count, daemon=True).start()
+        begun.set()
+        injector.at("forward", 1)
+        os._exit(9)  # it went on
+    try:
+        ready, _, _ = select.select([reading], [], [], 5.0 if others_run else 0.5)
+        assert bool(ready) == others_run
+        assert os.waitpid(pid, os.WNOHANG) == (0, 0), "it hangs"
+    finally:
+        os.kill(pid, signal.SIGKILL)
+        os.waitpid(pid, 0)
+        os.close(reading)
+        os.close(writing)
+
+
+def compute(seconds: float) -> None:
+    end = time.thread_time() + seconds
+    while time.thread_time() < end:
+        pass
+
+
+def test_a_slow_slot_takes_three_times_as_long_for_three_steps(monkeypatch: pytest.MonkeyPatch) -> None:
+    slept: list[float] = []
+    monkeypatch.setattr(time, "sleep", slept.append)
+    slowness = Slowness()
+    slowness.pause(4)
+    assert not slept
+    slowness.begin(5)
+    for step in range(5, 5 + SLOW_STEPS):
+        compute(0.02)
+        slowness.pause(step)
+    assert len(slept) == SLOW_STEPS
+    assert all((SLOW_FACTOR - 1) * 0.02 <= seconds < (SLOW_FACTOR - 1) * 0.03 for seconds in slept), slept
+    slowness.pause(5 + SLOW_STEPS)
+    assert len(slept) == SLOW_STEPS

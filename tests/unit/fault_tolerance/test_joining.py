@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import dataclasses
+import time
 from collections.abc import Iterator
 from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass
@@ -85,6 +87,29 @@ def test_the_job_may_end_first(job: Job) -> None:
     with pytest.raises(JobEnded) as caught:
         job.joining.result(LIMIT_S)
     assert caught.value.exit_code == 4
+
+
+def test_a_decision_that_ends_the_job_lets_nobody_in(job: Job) -> None:
+    """Owner and mirror of something died while it was on its way: the others write who they are and leave."""
+    made = dataclasses.replace(
+        decision(2, (0, 1, 2), {2: 2}, request=1), action="checkpoint", plan=None, returners=(2,)
+    )
+    job.store.set(decision_key(2), made.to_json())
+    time.sleep(0.1)
+    assert not job.joining.done()
+    job.store.set(end_key(), "4")
+    with pytest.raises(JobEnded):
+        job.joining.result(LIMIT_S)
+
+
+def test_those_who_decided_to_end_the_job_may_die_before_they_say_so(job: Job) -> None:
+    made = dataclasses.replace(
+        decision(2, (0, 1, 2), {2: 2}, request=1), action="checkpoint", plan=None, returners=(1, 2)
+    )
+    job.store.set(decision_key(2), made.to_json())
+    job.store.set(exit_key(0, 1), "{}")
+    with pytest.raises(NobodyLeft):
+        job.joining.result(LIMIT_S)
 
 
 def test_it_may_be_drained_again(job: Job) -> None:

@@ -59,10 +59,12 @@ class World:
         own: Progress | None = None,
         timeouts: Timeouts = TIMEOUTS,
         before: Callable[[], object] = lambda: None,
+        silent_s: float | None = None,
     ) -> Future[Decision]:
         def act() -> Decision:
             before()
-            return agree(self.connections[slot], GENERATION, MEMBERS, own or progress(slot), timeouts, decide)
+            mine, connection = own or progress(slot), self.connections[slot]
+            return agree(connection, GENERATION, MEMBERS, mine, timeouts, decide, silent_s=silent_s)
 
         return self.pool.submit(act)
 
@@ -191,6 +193,20 @@ def test_who_says_nothing_is_fenced_and_left_out_once_it_is_dead(world: World) -
     assert time.monotonic() - start >= 0.5, "it gets the time of one wait to answer"
     acknowledged.result(timeout=20)
     assert not world.store.exists(fence_key(0)) and not world.store.exists(fence_key(2))
+
+
+def test_a_slot_that_was_waited_for_in_vain_is_fenced_sooner(world: World) -> None:
+    def supervisor() -> None:
+        connection = world.connections[1]
+        assert connection.wait(fence_key(1), 10.0)
+        connection.set_json(exit_key(1), {"slot": 1, "fenced": True})
+
+    acknowledged = world.pool.submit(supervisor)
+    start = time.monotonic()
+    futures = [world.agree(slot, silent_s=0.1) for slot in (0, 2)]
+    assert {future.result(timeout=15).members for future in futures} == {(0, 2)}
+    assert 0.1 <= time.monotonic() - start < TIMEOUTS.wait_s
+    acknowledged.result(timeout=20)
 
 
 def test_a_fence_that_nobody_obeys_is_an_error_that_names_the_slot(world: World) -> None:

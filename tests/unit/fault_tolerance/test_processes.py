@@ -1,9 +1,11 @@
 """Process primitives, with real processes in a fresh interpreter (this one must adopt nobody)."""
 
 import os
+import socket
 import subprocess
 import sys
 import textwrap
+import time
 from pathlib import Path
 
 import pytest
@@ -119,3 +121,14 @@ def test_a_stream_without_a_reader_takes_everything() -> None:
         """
     )
     assert output == "True False"
+
+
+def test_hosts_are_looked_up_in_files() -> None:
+    """In a child: it cannot be taken back."""
+    pid = os.fork()
+    if pid == 0:
+        found = processes.look_up_hosts_in_files()
+        start = time.monotonic()
+        socket.getnameinfo(("::ffff:192.0.2.1", 80, 0, 0), 0)  # of no host: the DNS would be asked
+        os._exit(0 if not found or time.monotonic() - start < 0.1 else 1)
+    assert os.waitpid(pid, 0)[1] == 0

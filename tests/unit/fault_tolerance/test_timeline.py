@@ -45,3 +45,11 @@ def test_without_an_earlier_sign_it_begins_where_the_slot_stopped(failed_at: flo
     found.failed_at = failed_at
     assert found.total_s == 30.0
     assert found.phases_s()["detect"] == 0.0
+
+
+def test_a_recovery_names_all_that_went_wrong() -> None:
+    found = Recovery(reasons=("slots [1] are dead", "slots [2] are dead", "slots [1] are dead"))
+    assert found.reason == "slots [1] are dead; then slots [2] are dead"
+    assert found.take_news() == found.reason
+    found.reasons = (*found.reasons, "slots [3] return")
+    assert found.take_news() == "slots [3] return" and found.reason.endswith("then slots [3] return")

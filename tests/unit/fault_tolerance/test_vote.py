@@ -114,7 +114,7 @@ def test_fields_lie_where_a_kernel_expects_them() -> None:
 
 @pytest.mark.parametrize(
     ("offset", "value", "message"),
-    [(0, 2, "version 2"), (2, 9, "unknown kind 9"), (3, 4, "unknown flags 0x04"), (120, 1, "reserved")],
+    [(0, 2, "version 2"), (2, 9, "unknown kind 9"), (3, 8, "unknown flags 0x08"), (120, 1, "reserved")],
 )
 def test_an_intact_record_that_is_not_ours_is_refused(offset: int, value: int, message: str) -> None:
     body = bytearray(a_vote((0,))[0].pack()[:124])
@@ -247,3 +247,24 @@ def test_owned_minus_mirrored_hashes_cancel() -> None:
     hashes = ((one - other) % 2**64, (other - one) % 2**64)
     votes = [replace(vote, state_hash=h) for vote, h in zip(a_vote((0, 1)), hashes, strict=True)]
     assert Tally.of(votes).state_hash == 0
+
+
+@pytest.mark.parametrize(
+    ("hashes", "checked", "refused"),
+    [
+        ((1, 2), (True, True), True),
+        ((1, 2**64 - 1), (True, True), False),
+        ((1, 2), (True, False), False),  # the other one does not want it: all must, or some would apply the step
+        ((1, 0), (True, False), False),
+        ((0, 0), (True, True), False),
+    ],
+)
+def test_a_vote_is_refused_by_all_or_by_none(
+    hashes: tuple[int, int], checked: tuple[bool, bool], refused: bool
+) -> None:
+    votes = [
+        replace(vote, state_hash=value, checked=wanted)
+        for vote, value, wanted in zip(a_vote((0, 1)), hashes, checked, strict=True)
+    ]
+    read = [VoteRecord.unpack(vote.pack()) for vote in votes]
+    assert read == votes and Tally.of(read).refused is refused

@@ -119,6 +119,18 @@ def test_brute_force_finds_nothing_better() -> None:
         assert min(plan.pace_ppm, PPM) == max(paces.values())
 
 
+@pytest.mark.parametrize("curve", [V100, A40, BOOST])
+def test_the_lowest_limit_for_a_speed_is_the_lowest(curve: SpeedCurve) -> None:
+    top = curve.highest_w
+    one = PowerSlot(slot=0, domain=0, curve=curve, default_w=top, min_w=curve.lowest_w, max_w=top, speed_ppm=990_007)
+    for limit in range(curve.lowest_w, top + 1):
+        speed = one.speed_at(limit)
+        # Curves rise by more than a millionth a watt.
+        assert one.watts_for(speed) == limit
+        assert limit == top or one.watts_for(speed + 1) == limit + 1
+    assert one.watts_for(one.speed_at(top) + 1) is None
+
+
 def test_seven_slots_keep_the_pace_of_eight_with_headroom() -> None:
     slots = [slot(number, FULL) for number in range(7)] + [slot(8 + number, domain=1) for number in range(8)]
     plan = plan_watts(slots, budgets_w={0: 7 * 910})

@@ -74,11 +74,13 @@ class FakeBoard:
     """What a driver knows of one board.
 
     Attributes:
+        outside_mw: a limit of somebody else's (the BMC's), which counts if it is lower.
         fails: function -> NVML code that it answers with.
     """
 
     uuid: str
     limit_mw: int = 700_000
+    outside_mw: int = 10**9
     range_mw: tuple[int, int] = (200_000, 700_000)
     default_mw: int = 700_000
     draw_mw: int = 612_345
@@ -114,6 +116,7 @@ class FakePynvml(ModuleType):
             "nvmlDeviceGetName": lambda board: board.name,
             "nvmlDeviceGetIndex": lambda board: self.boards.index(board),
             "nvmlDeviceGetPowerManagementLimit": lambda board: board.limit_mw,
+            "nvmlDeviceGetEnforcedPowerLimit": lambda board: min(board.limit_mw, board.outside_mw),
             "nvmlDeviceGetPowerManagementLimitConstraints": lambda board: list(board.range_mw),
             "nvmlDeviceGetPowerManagementDefaultLimit": lambda board: board.default_mw,
             "nvmlDeviceGetPowerUsage": lambda board: board.draw_mw,

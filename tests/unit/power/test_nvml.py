@@ -4,7 +4,7 @@ import sys
 
 import pytest
 
-from nep.power.device import PowerError, PowerRange
+from nep.power.device import PowerError, PowerRange, usable_range
 from nep.power.health import health_signals, lost_signal
 from nep.power.nvml import open_nvml
 from nep.power.nvml_errors import CODES, GONE, explained
@@ -133,6 +133,19 @@ def test_listening_that_is_not_allowed_leaves_the_rest(fake: FakePynvml) -> None
     (first,) = open_nvml([0])
     assert first.read().xids == first.read().xids == ()
     assert fake.calls.count("nvmlDeviceRegisterEvents") == 1 and fake.event_sets[0].free
+
+
+def test_a_limit_from_outside_is_lower(fake: FakePynvml) -> None:
+    fake.boards[0].outside_mw = 500_000
+    first, second = open_nvml()
+    reading = first.read()
+    assert (reading.limit_w, reading.enforced_w) == (700, 500)
+    (signal,) = health_signals(reading)
+    assert signal.severity == "slow" and "keeps to 500 W, below its limit of 700 W" in signal.text
+    # Raising would bring nothing, so nothing is planned above it.
+    assert usable_range(first.range_w(), reading) == PowerRange(min_w=200, default_w=500, max_w=500)
+    # A limit that somebody has chosen is what a plan starts from.
+    assert usable_range(second.range_w(), second.read()) == PowerRange(min_w=200, default_w=650, max_w=700)
 
 
 def test_throttle_reasons_have_names(fake: FakePynvml) -> None:

@@ -15,8 +15,10 @@ import pytest
 import torch
 
 from nep.fault_tolerance.control_store import injected_key
+from nep.fault_tolerance.corruption import Corruption
 from nep.fault_tolerance.history import Committed, History
 from nep.fault_tolerance.injection import Failure
+from nep.fault_tolerance.integrity import Integrity
 from nep.fault_tolerance.timeline import PHASES, Recovery
 from nep.planning.cluster import Cluster
 from nep.planning.planner import plan_after_failure, plan_from_scratch
@@ -32,6 +34,10 @@ from nep.train.trainer import Trainer
 STEPS, BATCH = 3, 4
 LINES = parameter_lines(preset("debug"))
 COUNTS = [torch.arange(16).reshape(2, 8) + 100 * step for step in range(STEPS)]
+
+CORRUPTION = Corruption(
+    step=2, slot=1, part="owned", tensor="a.b", axis="a", lo=3, hi=5, kind="exp_avg", action="drain", why="so"
+)
 
 
 def committed(step: int) -> Committed:
@@ -92,9 +98,12 @@ def make_trainer(**changes: Any) -> Trainer:
         "data": SimpleNamespace(digest="abc"),
         "balance": SimpleNamespace(adjustments=[ADJUSTMENT], statistics=statistics()),
         "run_state": SimpleNamespace(
-            history=History(steps=[committed(step) for step in range(1, STEPS + 1)], counts_le=COUNTS),
+            history=History(
+                steps=[committed(step) for step in range(1, STEPS + 1)], counts_le=COUNTS, corruptions=[CORRUPTION]
+            ),
             store=SimpleNamespace(get=keys.get),
             recipe=SimpleNamespace(lines=LINES),
+            integrity=Integrity(every=2),
         ),
     }
     return SimpleNamespace(**(fields | changes))  # type: ignore[return-value]
@@ -124,6 +133,20 @@ def test_the_object_has_these_entries() -> None:
         "lost_samples": 0,
         "repeated_samples": 0,
         "full_size_s": [2.5],
+        "corruptions": [
+            {
+                "step": 2,
+                "slot": 1,
+                "part": "owned",
+                "tensor": "a.b",
+                "axis": "a",
+                "units": [3, 5],
+                "kind": "exp_avg",
+                "action": "drain",
+                "why": "so",
+            }
+        ],
+        "state_checks": {"every": 2, "checks": 0, "seconds": 0.0},
         "live_slots": [0, 2],
         "resumed_step": 0,
         "data_digest": "abc",

@@ -19,7 +19,15 @@ from nep.fault_tolerance.control_store import exit_key
 from nep.fault_tolerance.history import Committed, History
 from nep.testing.memory_board import MemoryBoard
 from nep.testing.parity import Training
-from nep.train.resume import Resumption, agree_on_checkpoint, check_resume, small_tensors, subject_of
+from nep.train.resume import (
+    OtherData,
+    Resumption,
+    agree_on_checkpoint,
+    check_resume,
+    require_same_data,
+    small_tensors,
+    subject_of,
+)
 from tests.multirank.plans import lane_plan
 from tests.multirank.saved import go_on, savers, snapshot_of
 from tests.multirank.steps import SHAPE
@@ -179,3 +187,11 @@ def test_history_keeps_every_bit() -> None:
     assert tensors["history.loss"].tolist() == [1 / 3] * 3
     assert [value % 2**64 for value in tensors["history.sample_hash"].tolist()] == [2**64 - 1, 2**63, 5]
     assert tensors["history.counts_le"].shape == (3, 2, 3)
+
+
+def test_slots_with_different_data_are_both_named() -> None:
+    board = MemoryBoard()
+    for slot in (2, 0):
+        require_same_data(board, slot, "a" * 64)  # type: ignore[arg-type]
+    with pytest.raises(OtherData, match=r"slots 2 and 1 have different data \(digests a{12} and b{12}\)"):
+        require_same_data(board, 1, "b" * 64)  # type: ignore[arg-type]

@@ -7,9 +7,12 @@ import math
 import pytest
 import torch
 
+from nep.fault_tolerance.corruption import Corruption
 from nep.fault_tolerance.history import Committed, History
 from nep.fault_tolerance.timeline import Recovery
 from nep.train.story import Story
+
+WRONG = Corruption(step=2, slot=None, tensor="a", axis="b", lo=1, hi=4, kind="params", action="resync", why="so")
 
 
 def committed(step: int, loss: float) -> Committed:
@@ -29,10 +32,12 @@ def committed(step: int, loss: float) -> Committed:
 def test_there_and_back(keeps_loads: bool) -> None:
     counts = [torch.arange(12).view(3, 4) + step for step in range(2)] if keeps_loads else []
     story = Story(
-        history=History(steps=[committed(1, 1 / 3), committed(2, 5e-324)], counts_le=counts, num_updates=2),
+        history=History(
+            steps=[committed(1, 1 / 3), committed(2, 5e-324)], counts_le=counts, num_updates=2, corruptions=[WRONG]
+        ),
         generations=[(1, 0, (0, 1), "start")],
         recoveries=[Recovery(failed_at=12.5, failed_slots=(3,), planned=False)],
-        recovery=Recovery(reason="slots [1] return"),
+        recovery=Recovery(reasons=("slots [1] return",)),
         validation_losses=[math.inf],
         full_size_s=[0.25],
         short_since=1e9 + 1 / 3,
