@@ -90,6 +90,11 @@ class CudaClock:
         return event
 
 
+def clock_for(device: torch.device) -> ComputeClock:
+    """The clock of what runs on a device."""
+    return CudaClock(torch.cuda.current_stream(device)) if device.type == "cuda" else HostClock()
+
+
 @contextmanager
 def watching(waiter: Waiter, clock: ComputeClock) -> Iterator[ComputeClock]:
     """Let a clock stand still while a waiter waits."""

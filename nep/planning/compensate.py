@@ -33,8 +33,9 @@ LEVERS: tuple[Lever, ...] = ("batch", "cuts", "copies", "power")
 ENOUGH = 0.01
 """Part of a step that may be lost to slow slots before the next lever is tried."""
 
-WORTH = 0.005
-"""Part of a step that a lever must gain, after what it costs to get there."""
+WORTH: Mapping[Lever, float] = {"batch": 0.005, "cuts": 0.005, "copies": 0.03, "power": 0.01}
+"""Part of a step that a lever must gain, after what it costs to get there. Replicas that become one dispatch group wait
+for each other in every layer from then on, and watts are somebody's: these must be worth it."""
 
 Boost = Callable[[Plan, Mapping[int, int]], Mapping[int, int]]
 """(plan, measured speeds in ppm) -> speeds that the slots would have with watts moved where they help."""
@@ -212,7 +213,7 @@ def _judged(lever: Lever, found: "_Standing | str", best: _Standing, horizon_ste
     name = _WHAT[lever]
     if isinstance(found, str):
         return Escalation(lever=lever, step_s=None, move_s=0.0, moved_bytes=0, used=False, why=f"{name}: {found}")
-    used = found.seconds(horizon_steps) < (1 - WORTH) * best.seconds(horizon_steps)
+    used = found.seconds(horizon_steps) < (1 - WORTH[lever]) * best.seconds(horizon_steps)
     why = f"{name}: step {best.step_s:.4g} -> {found.step_s:.4g} s"
     if found.moved_bytes:
         why += f", {found.moved_bytes:,} bytes in {found.move_s:.3g} s"
@@ -234,14 +235,15 @@ def _tried(drafter: Drafter, lever: Lever, best: _Standing) -> "_Standing | str"
             draft = _by_cuts(drafter, current)
         else:
             draft = _by_copies(drafter, current, best.plan)
-        return _standing(draft)
+        return _standing(draft, current)
     except ValueError as error:
         return str(error).split(";")[0]
 
 
-def _standing(draft: Draft) -> _Standing:
-    change = draft.change
-    return _Standing(plan=draft.plan, step_s=draft.time.total, move_s=change.seconds, moved_bytes=change.moved_bytes)
+def _standing(draft: Draft, current: Plan) -> _Standing:
+    change, plan = draft.change, draft.plan
+    plan = plan if plan is current else replace(plan, number=current.number + 1)
+    return _Standing(plan=plan, step_s=draft.time.total, move_s=change.seconds, moved_bytes=change.moved_bytes)
 
 
 def _by_cuts(drafter: Drafter, current: Plan) -> Draft:
@@ -267,6 +269,15 @@ def _recut(drafter: Drafter, current: Plan) -> Draft:
         lambda: adapted(drafter, _WHAT["cuts"], current.replicas, current, current),
         lambda: from_scratch(drafter, _WHAT["cuts"], current.replicas, width=width, current=current),
     ]
+    return _best(ways, drafter.request.horizon_steps)
+
+
+def _best(ways: Sequence[Callable[[], Draft]], horizon_steps: int) -> Draft:
+    """The draft with the fewest seconds, of those ways that lead somewhere.
+
+    Raises:
+        ValueError: why the first one does not, if none does.
+    """
     found: list[Draft] = []
     problems: list[ValueError] = []
     for way in ways:
@@ -278,7 +289,7 @@ def _recut(drafter: Drafter, current: Plan) -> Draft:
     fitting = [draft for draft in found if draft.has_change]
     if not fitting:
         raise problems[0]
-    return min(fitting, key=lambda draft: draft.seconds(drafter.request.horizon_steps))
+    return min(fitting, key=lambda draft: draft.seconds(horizon_steps))
 
 
 def _physical_experts(drafter: Drafter, plan: Plan) -> int:
@@ -300,7 +311,15 @@ def _by_copies(drafter: Drafter, current: Plan, best: Plan) -> Draft:
     if merged is current:
         raise ValueError("no two replicas are in one scale-up domain")
     plan = replace(merged, speeds_ppm=tuple(drafter.speeds_ppm[slot] for slot in current.slots))
-    return drafter.fitted(_WHAT["copies"], lambda _: plan, current, lambda: shares_of(drafter, plan))
+    # Replicas that are alike share each expert between the same few slots; what makes copies worth much is that each
+    # slot shares with several others, so experts change places, too, where that pays.
+    limits = replace(drafter.request.limits, physical_experts=_physical_experts(drafter, plan))
+    together = Drafter(replace(drafter.request, limits=limits, num_replicas=len(plan.replicas)))
+    ways: list[Callable[[], Draft]] = [
+        lambda: drafter.fitted(_WHAT["copies"], lambda _: plan, current, lambda: shares_of(drafter, plan)),
+        lambda: copied(together, _WHAT["copies"], plan.replicas, plan),
+    ]
+    return _best(ways, drafter.request.horizon_steps)
 
 
 def merge_replicas(plan: Plan, domains: Mapping[int, int]) -> Plan:

@@ -23,6 +23,11 @@ Floats = NDArray[np.float64]
 
 FULL_SPEED_PPM = 1_000_000
 
+_SETTLED_STEPS = 8
+
+_LEARN_EVERY = 4
+"""Steps from one fit of prices to the next, once there are some: they change slowly."""
+
 
 @dataclass(frozen=True, kw_only=True)
 class PaceConfig:
@@ -187,9 +192,17 @@ class PaceMeter:
         # Differences of two steps, and from the median of their sizes: neither a change of pace nor a hiccup counts.
         return median(self._noise) / (0.6745 * math.sqrt(2)) if self._noise else 0.0
 
-    def expected_s(self, work: Sequence[float]) -> float:
-        """What some work takes at full speed, by the prices learned; 0 before the first step."""
-        return 0.0 if self._prices is None else float(np.asarray(work, dtype=np.float64) @ self._prices)
+    @property
+    def is_settled(self) -> bool:
+        """Whether averages are of several steps and no slot is about to be found to have changed."""
+        return bool(self._slots) and all(
+            slot.count >= _SETTLED_STEPS and max(slot.sums) < self.config.threshold / 2 for slot in self._slots.values()
+        )
+
+    @property
+    def prices(self) -> tuple[float, ...] | None:
+        """Seconds of a unit of each kind of work at full speed; None before the first step."""
+        return None if self._prices is None else tuple(self._prices.tolist())
 
     # One step.
 
@@ -243,6 +256,8 @@ class PaceMeter:
         """Prices of work, from the last steps of all slots, each at the speed that it is known to have."""
         slower = np.array([math.exp(self._slots[slot].level) if slot in self._slots else 1.0 for slot in slots])
         self._rows.append((table, seconds / slower))
+        if self._prices is not None and self.steps > _SETTLED_STEPS and self.steps % _LEARN_EVERY:
+            return
         works = np.concatenate([rows for rows, _ in self._rows])
         taken = np.concatenate([took for _, took in self._rows])
         self._prices = fit_prices(works, taken)
@@ -295,6 +310,8 @@ def _non_negative(rows: Floats, wanted: Floats) -> Floats:
             part = np.linalg.lstsq(gram[np.ix_(chosen, chosen)], right[list(chosen)], rcond=1e-12)[0]
             if (part < 0).any():
                 continue
+            if number == kinds:
+                return np.asarray(part / size, dtype=np.float64)  # nothing was excluded: there is no better one
             miss = float(part @ gram[np.ix_(chosen, chosen)] @ part - 2 * part @ right[list(chosen)])
             if miss < least:
                 best, least = np.zeros(kinds), miss

@@ -98,11 +98,21 @@ def write_router_stats(path: Path, trainer: Trainer, model_name: str) -> None:
 
 
 def write_loads(path: Path, trainer: Trainer, model_name: str) -> None:
-    """Expert loads of every committed step: NPZ with `counts` int64 [step, layer, expert] and `model`."""
-    counts = torch.stack(trainer.run_state.history.counts_le).numpy()
+    """Expert loads of every committed step: NPZ with `counts` int64 [step, layer, expert] and `model`.
+
+    And `slot_imbalance` [step], what they made of the slots under the plan of the step, NaN where this slot was not
+    there to see.
+    """
+    history = trainer.run_state.history
+    counts = torch.stack(history.counts_le).numpy()
+    seen = [trainer.balance.imbalance.get(entry.step, math.nan) for entry in history.steps[-len(counts) :]]
     unfinished = path.with_name(path.name + ".unfinished")
     with unfinished.open("wb") as file:
         np.savez_compressed(
-            file, counts=counts, model=np.array(model_name), format_version=np.array(LOADS_FORMAT_VERSION)
+            file,
+            counts=counts,
+            slot_imbalance=np.array(seen),
+            model=np.array(model_name),
+            format_version=np.array(LOADS_FORMAT_VERSION),
         )
     os.replace(unfinished, path)

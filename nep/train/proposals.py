@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 
 import numpy as np
@@ -24,6 +24,9 @@ from nep.train.balance_config import HOST, BalanceConfig
 
 _COMPUTE = ("expert_gemm", "attention", "dense")
 
+_LEAST_PRICE = 0.05
+"""No kind of work costs less than this part of the other: where slots are alike, prices cannot be told apart."""
+
 
 @dataclass(frozen=True, kw_only=True)
 class Situation:
@@ -36,6 +39,7 @@ class Situation:
         cluster: with speeds as they are believed to be.
         loads: of the router.
         seconds: slot -> compute seconds of a step, measured; empty if unknown.
+        prices: seconds of a round and of an operation, dense and of experts, as `PaceMeter` learned them.
     """
 
     step: int
@@ -44,6 +48,7 @@ class Situation:
     cluster: Cluster
     loads: ExpertLoads
     seconds: Mapping[int, float]
+    prices: Sequence[float] | None = None
 
 
 class Proposals:
@@ -122,11 +127,11 @@ class Proposals:
 
     def _request(self, situation: Situation) -> PlanRequest:
         plan = situation.plan
-        request = PlanRequest(
+        return PlanRequest(
             cluster=situation.cluster,
             shape=self._shape,
             workload=self._workload,
-            hardware=self._config.hardware or HOST,
+            hardware=self._config.hardware or self._as_measured(situation),
             loads=situation.loads,
             num_replicas=len(plan.replicas),
             redundancy=plan.redundancy,
@@ -134,9 +139,6 @@ class Proposals:
             current=plan,
             horizon_steps=max(1, min(situation.steps_left, self._config.horizon_steps)),
         )
-        if self._config.hardware is None:
-            request = replace(request, hardware=self._as_measured(request, situation))
-        return request
 
     def _copies(self, plan: Plan) -> int | None:
         """Copies per layer and replica that the plan has; None: every expert is there once."""
@@ -156,28 +158,47 @@ class Proposals:
                 found.append(line.axis)
         return found
 
-    def _as_measured(self, request: PlanRequest, situation: Situation) -> HardwareProfile:
-        """The assumed host, as fast as this job's slots have computed."""
-        plan, hardware = situation.plan, request.hardware
-        if not situation.seconds:
+    def _as_measured(self, situation: Situation) -> HardwareProfile:
+        """The assumed host, as fast as this job's slots have computed: a round, dense work and experts each."""
+        plan, hardware = situation.plan, HOST
+        if not situation.seconds or situation.prices is None:
             return hardware
+        _, dense, expert = (max(price, max(situation.prices[1:]) * _LEAST_PRICE) for price in situation.prices)
+        size = self._workload.parameter_bytes
+        hardware = replace(
+            HOST,
+            flops_per_s={size: 1 / dense},
+            expert_efficiency=dense / expert,
+            memory_bytes_per_s=None,
+            launch_s=0.0,
+        )
+        products = self._busy_s(hardware, situation)
+        launches = self._busy_s(replace(hardware, launch_s=1.0), situation)
+        rounds = max(1.0, max(lane.num_sequences for lane in plan.lanes) / self._workload.micro_batch_size)
+        count = float(np.median([launches[slot] - products[slot] for slot in plan.slots])) / rounds
+        hardware = replace(hardware, launch_s=situation.prices[0] / count if count > 0 else 0.0)
+        busy = self._busy_s(hardware, situation)
+        speeds = situation.cluster.speeds_ppm
+        # Predicted at full speed.
+        ratios = [
+            seconds * speeds[slot] / 1e6 / busy[slot]
+            for slot, seconds in situation.seconds.items()
+            if busy[slot] > 0 and seconds > 0
+        ]
+        return slowed(hardware, float(np.median(ratios))) if ratios else hardware
+
+    def _busy_s(self, hardware: HardwareProfile, situation: Situation) -> dict[int, float]:
+        """Slot -> predicted compute seconds of a step under the plan in force, at full speed."""
+        plan = situation.plan
         predicted = step_time(
-            plan,
+            replace(plan, speeds_ppm=(1_000_000,) * len(plan.slots)),
             shape=self._shape,
             workload=self._workload,
             cluster=situation.cluster,
             hardware=hardware,
             loads=situation.loads,
         )
-        speeds = situation.cluster.speeds_ppm
-        ratios = []
-        for slot, seconds in situation.seconds.items():
-            busy = sum(predicted.by_slot[slot][part] for part in _COMPUTE)
-            planned = plan.speeds_ppm[plan.slots.index(slot)]
-            if busy > 0 and seconds > 0:
-                # Busy seconds are at the plan's speed, measured ones at that of now.
-                ratios.append(seconds * speeds[slot] / (busy * planned))
-        return slowed(hardware, float(np.median(ratios))) if ratios else hardware
+        return {slot: sum(predicted.by_slot[slot][part] for part in _COMPUTE) for slot in plan.slots}
 
     def _mirrored(self, plan: Plan, situation: Situation) -> Plan:
         """With all mirrors in place, so that nothing is left to be completed afterwards."""

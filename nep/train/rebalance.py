@@ -14,6 +14,7 @@ import time
 from collections.abc import Callable, Mapping
 from typing import TYPE_CHECKING
 
+from nep.fault_tolerance.control_store import FIRST_GENERATION
 from nep.fault_tolerance.proposals import newest, propose, read_plan
 from nep.fault_tolerance.vote import unpack_records
 from nep.planning.compensate import Boost
@@ -58,6 +59,7 @@ class Balance:
         self._config = trainer.config.balance
         self.statistics = RouterStatistics(self._config.half_life_steps)
         self.adjustments: list[Adjustment] = []
+        self.imbalance: dict[int, float] = {}  # step -> see `WorkOfSlots.imbalance`
         self.goal: Plan | None = None
         self.meter = PaceMeter(self._config.pace)
         self._seconds: dict[int, float] = {}
@@ -88,8 +90,10 @@ class Balance:
         self._began = None
         if run.routing is None or run.progress.result is None or run.history.steps[-1].skipped:
             return
-        counts = run.routing.counts_le.numpy()
+        counts = run.routing.counts_le.cpu().numpy()
         self.statistics.update(counts)
+        work = self._work_under(trainer.plan)
+        self.imbalance[trainer.step] = work.imbalance(counts)
         seconds = {record.slot: record.seconds for record in unpack_records(run.progress.result)}
         if set(seconds) != set(trainer.plan.slots):
             return
@@ -97,11 +101,11 @@ class Balance:
             slot: value if slot not in self._seconds else 0.7 * self._seconds[slot] + 0.3 * value
             for slot, value in seconds.items()
         }
-        for change in self.meter.observe(seconds, self._work_under(trainer.plan).of(counts)):
+        if not (self._config.acts or trainer.reports):
+            return  # nothing will come of it, and one slot that measures is enough
+        for change in self.meter.observe(seconds, work.of(counts)):
             self._news = True
-            log.info("pace after step %d: %s", trainer.step, change)
-            if trainer.reports:
-                self._announce(f"pace after step {trainer.step}: {change}")
+            self._say(f"pace after step {trainer.step}: {change}")
         self._measure()
 
     def next_plan(self) -> Plan | None:
@@ -161,22 +165,19 @@ class Balance:
     def _begin(self, generation: int) -> None:
         """A new generation: nothing is under way in it."""
         run = self._trainer.run_state
-        after_failure = self._generation > 0
         self._generation, self._handled, self._pending = generation, run.history.request, 0
         self._first_step, self._changed_at, self._thought = self._trainer.step, self._trainer.step, {}
         self.forget()
         self._seconds, self._work, self._began = {}, None, None
         self.meter = PaceMeter(self._config.pace)
         self._walls.clear()
-        self._due = after_failure and self._config.rebalance_every > 0
+        self._due = generation > FIRST_GENERATION and self._config.rebalance_every > 0
 
     def _start(self, adjustment: Adjustment) -> None:
         adjustment.step, adjustment.before_s = self._trainer.step, self._walls.median()
         self.adjustments.append(adjustment)
         self._news = False
-        log.warning("%s", adjustment.announcement)
-        if self._trainer.reports:
-            self._announce(adjustment.announcement)
+        self._say(adjustment.announcement)
 
     def _measure(self) -> None:
         """What came of the last change, once there are enough steps after it."""
@@ -184,9 +185,14 @@ class Balance:
         if last is None or last.done_step is None or last.after_s is not None or not self._walls.is_full:
             return
         last.after_s = self._walls.median()
-        log.warning("%s", last.result)
+        self._say(last.result)
+
+    def _say(self, line: str) -> None:
+        """Once to people, and in every slot's log."""
         if self._trainer.reports:
-            self._announce(last.result)
+            self._announce(line)
+        else:
+            log.info("%s", line)
 
     def _work_under(self, plan: Plan) -> WorkOfSlots:
         if self._work is None or self._work[0] != plan.number:
@@ -218,12 +224,13 @@ class Balance:
         speeds = self._speeds()
         if config.compensate == "auto" and not rests and self._is_news(speeds):
             self._thought = speeds
-            if self._propose(*self._proposals().compensation(self._situation(speeds))):
+            if self._propose("compensation", lambda: self._proposals().compensation(self._situation(speeds))):
                 return
         if due and not rests:
             self._due = False
+            log.info("router over the last steps: %s", self.statistics.imbalance())
             known = dict(zip(trainer.plan.slots, trainer.plan.speeds_ppm, strict=True))
-            self._propose(*self._proposals().rebalance(self._situation(known)))
+            self._propose("rebalance", lambda: self._proposals().rebalance(self._situation(known)))
 
     def _speeds(self) -> dict[int, int]:
         """Speeds as a plan should know them."""
@@ -236,6 +243,8 @@ class Balance:
         if set(speeds) != set(plan.slots):
             return False
         planned = dict(zip(plan.slots, plan.speeds_ppm, strict=True))
+        if not self._news and not self.meter.is_settled:
+            return False  # an average on its way to something
         least = _NEWS if self._news else max(_NEWS, 3 * self.meter.noise)
 
         def differs(others: Mapping[int, int]) -> bool:
@@ -252,15 +261,24 @@ class Balance:
             cluster=trainer.run_state.cluster.with_speeds(speeds),
             loads=self.statistics.loads(),
             seconds=self._seconds,
+            prices=self.meter.prices,
         )
 
-    def _propose(self, plan: Plan | None, adjustment: Adjustment) -> bool:
+    def _propose(self, kind: str, ask: Callable[[], tuple[Plan | None, Adjustment]]) -> bool:
+        """Ask, and propose what comes of it. A planner that finds no plan, or a store that is away, costs no step."""
         self._news = False
-        if plan is None:
-            self._announce(adjustment.announcement)
+        start = time.perf_counter()
+        try:
+            plan, adjustment = ask()
+            if plan is None:
+                self._announce(adjustment.announcement)
+                return False
+            self._pending = propose(self._trainer.run_state, plan, adjustment.why_json())
+        except (ValueError, RuntimeError) as error:
+            self._announce(f"{kind} after step {self._trainer.step}: skip: {error}")
             return False
-        self._pending = propose(self._trainer.run_state, plan, adjustment.why_json())
-        log.info("proposed as request %d: %s", self._pending, adjustment.why)
+        spent_s = time.perf_counter() - start
+        log.info("planned in %.3f s, proposed as request %d: %s", spent_s, self._pending, adjustment.why)
         return True
 
     def _proposals(self) -> Proposals:

@@ -18,7 +18,7 @@ from nep.planning.shapes import ModelShape
 from nep.train.main import main
 
 SLOW_SLOT = 1
-SECONDS_PER_ROW = 5e-4
+SECONDS_PER_ROW = 2e-3
 
 
 def build_slow(shape: ModelShape, dtype: torch.dtype, moe_backend: str) -> nn.Module:

@@ -80,6 +80,25 @@ class WorkOfSlots:
                 found[slot] = (self._fixed[slot], self._dense[slot], float(expert[place]))
         return found
 
+    def imbalance(self, counts: ArrayLike) -> float:
+        """What waiting for the busiest slot of each layer costs: its expert work by speed, over an even share of the
+        replica's; mean over layers, of the worst replica. 1 is perfect.
+
+        Args:
+            counts: as for `of`.
+        """
+        tokens = np.asarray(counts, dtype=np.float64)
+        speeds = dict(zip(self._plan.slots, self._plan.speeds_ppm, strict=True))
+        worst = 1.0
+        for slots, per_token in zip(self._plan.replicas, self._neuron_s, strict=True):
+            work = np.einsum("le,les->ls", tokens, per_token)
+            pace = np.array([speeds[slot] for slot in slots], dtype=np.float64)
+            even = work.sum(axis=1) / pace.sum()
+            level = (work / pace).max(axis=1)
+            ratio = np.where(even > 0, level / np.maximum(even, 1e-30), 1.0)
+            worst = max(worst, float(ratio.mean()))
+        return worst
+
     def _quota_units(self, units: Floats, shares: Floats, slots: tuple[int, ...]) -> Floats:
         """Units times the part of the tokens that quotas give each copy for equal loads."""
         speeds: Mapping[int, int] = dict(zip(self._plan.slots, self._plan.speeds_ppm, strict=True))

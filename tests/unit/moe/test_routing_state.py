@@ -64,3 +64,17 @@ def test_the_state_of_another_model_is_refused() -> None:
     other = RoutingState.initial(parameter_lines(preset("debug-fine")), torch.float32)
     with pytest.raises(ValueError, match=r"not that of \(2, 4\) layers and experts"):
         state_of().load(other.to_bytes())
+
+
+def test_biases_may_aim_at_uneven_loads() -> None:
+    lines = parameter_lines(preset("debug"))
+    even, weighted, slow = (RoutingState.initial(lines, torch.float64) for _ in range(3))
+    counts = torch.randint(0, 50, even.counts_le.shape, generator=torch.Generator().manual_seed(0))
+    even.commit(counts, 0.5)
+    weighted.commit(counts, 0.5, torch.full_like(counts, 7))
+    assert torch.equal(even.bias_le, weighted.bias_le) and even.bias_le.any()
+    same = torch.full_like(counts, 30)
+    weights = torch.full_like(counts, 1_000_000)
+    weights[:, 2] = 600_000
+    slow.commit(same, 0.5, weights)
+    assert (slow.bias_le[:, 2] == -0.5).all() and (slow.bias_le[:, :2] == 0.5).all()

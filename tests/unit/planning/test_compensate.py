@@ -13,8 +13,11 @@ from nep.planning.cost.hardware import HardwareProfile, Link
 from nep.planning.cost.workload import Workload
 from nep.planning.plan import Plan
 from nep.planning.planner import plan_from_scratch
+from nep.planning.power import PowerSlot
+from nep.planning.power_boost import PowerBoost
 from nep.planning.search.request import Limits, PlanRequest
 from nep.planning.shapes import ModelShape, parameter_lines, preset
+from nep.planning.speed_curve import boosted
 from nep.planning.validation import check_runnable
 
 SHAPE = replace(preset("mixtral-8x7b"), num_layers=1, vocab_size=16)
@@ -71,8 +74,11 @@ def test_in_one_replica_batch_shares_are_not_enough_and_experts_are_cut() -> Non
 def test_replicas_of_one_domain_share_their_copies_where_experts_may_not_be_cut() -> None:
     whole = Limits(fractions=False)
     found = compensate(request(2, {3: 2 / 3}, limits=whole))
-    assert found.lever == "copies" and len(found.plan.replicas) == 1 and found.moved_bytes == 0
-    assert "experts may not be cut" in found.line
+    assert found.lever == "copies" and len(found.plan.replicas) == 1 and "experts may not be cut" in found.line
+    assert found.ideal_s / found.after_s > 0.97
+    check_runnable(found.plan, parameter_lines(SHAPE), slots=range(SLOTS), global_batch_size=256)
+    by_batch = compensate(request(2, {3: 2 / 3}, limits=whole), levers=("batch",))
+    assert by_batch.ideal_s / by_batch.after_s < 0.9, "the replica with the slow slot still waits for it"
     apart = Cluster.uniform(SLOTS, 4).with_speeds({3: 666_667})
     far = compensate(request(2, {3: 2 / 3}, limits=whole, cluster=apart))
     assert far.lever == "batch" and "no two replicas are in one scale-up domain" in far.line
@@ -137,3 +143,15 @@ def test_merging_keeps_what_everybody_holds() -> None:
     assert merged.replicas == ((0, 1, 2, 3), (4, 5, 6, 7)) and merged.holders is plan.holders
     assert [lane.replica for lane in merged.lanes] == [0] * 4 + [1] * 4
     assert merge_replicas(plan, {slot: slot for slot in range(8)}) is plan
+
+
+def test_watts_of_the_domain_help_the_slow_slot() -> None:
+    def board(slot: int, max_w: int) -> PowerSlot:
+        return PowerSlot(slot=slot, domain=0, curve=boosted(700, 910), default_w=700, min_w=200, max_w=max_w)
+
+    boost = PowerBoost([board(slot, 910) for slot in range(SLOTS)], budgets_w={0: 8 * 700 + 210})
+    found = compensate(request(1, {3: 0.8}), boost=boost)
+    assert found.lever == "power" and found.speeds_ppm[3] > 810_000 and boost.latest is not None
+    assert found.after_s < compensate(request(1, {3: 0.8})).after_s
+    full = PowerBoost([board(slot, 700) for slot in range(SLOTS)], budgets_w={0: 8 * 700})
+    assert compensate(request(1, {3: 0.8}), boost=full).speeds_ppm[3] <= 801_000

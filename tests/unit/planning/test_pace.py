@@ -37,7 +37,7 @@ def run(
     return meter, changes
 
 
-@pytest.mark.parametrize("seed", range(12))
+@pytest.mark.parametrize("seed", range(6))
 def test_the_slot_that_becomes_slower_is_found_within_5_steps_and_no_other(seed: int) -> None:
     noise = (0.01, 0.03, 0.05)[seed % 3]
     meter, changes = run(seed, slow={seed % 8: (30, 1.3)}, noise=noise)
@@ -47,9 +47,9 @@ def test_the_slot_that_becomes_slower_is_found_within_5_steps_and_no_other(seed:
     assert meter.speeds_ppm()[seed % 8] == pytest.approx(1e6 / 1.3, rel=0.05)
 
 
-@pytest.mark.parametrize("seed", range(12))
+@pytest.mark.parametrize("seed", range(6))
 def test_skewed_routing_alone_flags_nobody(seed: int) -> None:
-    meter, changes = run(seed, steps=200, noise=(0.01, 0.03, 0.05)[seed % 3])
+    meter, changes = run(seed, steps=100, noise=(0.01, 0.03, 0.05)[seed % 3])
     assert not changes and not meter.flagged
     assert all(speed == pytest.approx(1e6, rel=0.06) for speed in meter.speeds_ppm().values())
 
@@ -96,7 +96,7 @@ def test_a_hiccup_and_what_slows_all_slots_alike_are_no_change_of_pace() -> None
 
 
 def test_loud_measurements_raise_the_threshold() -> None:
-    _, changes = run(7, noise=0.25, steps=300)
+    _, changes = run(7, noise=0.25, steps=150)
     assert not changes
     _, changes = run(7, noise=0.25, steps=80, slow={1: (40, 3.0)})
     assert [change.slot for change in changes] == [1] and changes[0].step <= 46

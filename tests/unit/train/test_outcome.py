@@ -96,7 +96,7 @@ def make_trainer(**changes: Any) -> Trainer:
             Recovery(failed_at=10.0, entered_at=10.1, agreed_at=10.2, rebuilt_at=10.4, moved_at=10.5, resumed_at=11.0)
         ],
         "data": SimpleNamespace(digest="abc"),
-        "balance": SimpleNamespace(adjustments=[ADJUSTMENT], statistics=statistics()),
+        "balance": SimpleNamespace(adjustments=[ADJUSTMENT], statistics=statistics(), imbalance={1: 1.5, 3: 1.25}),
         "run_state": SimpleNamespace(
             history=History(
                 steps=[committed(step) for step in range(1, STEPS + 1)], counts_le=COUNTS, corruptions=[CORRUPTION]
@@ -247,7 +247,8 @@ def test_until_a_file_is_complete_the_old_one_stays(tmp_path: Path, monkeypatch:
 def test_loads_are_plain_numpy(tmp_path: Path) -> None:
     write_loads(tmp_path / "loads.npz", make_trainer(), "debug")
     with np.load(tmp_path / "loads.npz", allow_pickle=False) as loads:
-        assert set(loads) == {"counts", "model", "format_version"}
+        assert set(loads) == {"counts", "slot_imbalance", "model", "format_version"}
+        assert np.array_equal(loads["slot_imbalance"], [1.5, np.nan, 1.25], equal_nan=True)
         assert loads["counts"].dtype == np.int64
         assert np.array_equal(loads["counts"], np.stack([count.numpy() for count in COUNTS]))
         assert loads["counts"].shape == (STEPS, 2, 8), "[step, layer, expert]"
