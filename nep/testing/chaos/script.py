@@ -75,7 +75,7 @@ class Chaos:
         number, phase = case.step // SPACING, PHASES[case.phase]
         victims = choose(plan, lines, case.victims, number)
         if not victims:
-            self.note("refused", case=case.name, why="no slots qualify in this plan")
+            self.note("nobody", case=case.name)
             return {}
         roles = dict.fromkeys(victims, (case.kind, phase))
         if phase == "recover":
