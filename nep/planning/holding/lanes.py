@@ -137,15 +137,15 @@ def fill_rounds(
 def share_in_replicas(
     lanes: Sequence[Lane], sequences: Sequence[int], weights: Sequence[int] | None = None
 ) -> tuple[Lane, ...]:
-    """The lanes with these sequences of each replica, shared out by weights (None: by slots)."""
-    if weights is None:
-        weights = [len(lane.slots) for lane in lanes]
+    """The lanes with these sequences of each replica, shared out by weights (none, or nothing but zeros: by slots)."""
+    sizes = [len(lane.slots) for lane in lanes]
     members: dict[int, list[int]] = {}
     for index, lane in enumerate(lanes):
         members.setdefault(lane.replica, []).append(index)
     shared = list(lanes)
     for replica, indices in members.items():
-        parts = split_sequences(sequences[replica], [weights[index] for index in indices])
+        inside = [(weights or sizes)[index] for index in indices]
+        parts = split_sequences(sequences[replica], inside if any(inside) else [sizes[index] for index in indices])
         for index, part in zip(indices, parts, strict=True):
             if part != lanes[index].num_sequences:
                 shared[index] = replace(lanes[index], num_sequences=part)
