@@ -170,8 +170,8 @@ def test_replicas_keep_pace_with_each_other_and_their_lanes_with_their_slots() -
 def test_a_batch_is_shared_by_pace_in_the_proportions_of_now() -> None:
     lanes = tuple(Lane(slot // 2, (slot,), share) for slot, share in enumerate((8, 4, 6, 6)))
     even = share_by_pace(lanes, (2.0, 1.0))
-    kept = share_by_pace(lanes, (2.0, 1.0), keep_proportions=True)
+    kept = share_by_pace(lanes, (2.0, 1.0), [8, 4, 6, 6])
     assert [lane.num_sequences for lane in even] == [4, 4, 8, 8]
     assert [lane.num_sequences for lane in kept] == [6, 2, 8, 8]
     empty = tuple(replace(lane, num_sequences=share) for lane, share in zip(lanes, (0, 0, 6, 6), strict=True))
-    assert sum(lane.num_sequences for lane in share_by_pace(empty, (0.0, 1.0), keep_proportions=True)) == 12
+    assert sum(lane.num_sequences for lane in share_by_pace(empty, (0.0, 1.0), [0, 0, 6, 6])) == 12
