@@ -3,11 +3,14 @@
 Sums of floats differ between machines, so a plan is computed once: whoever computed it writes it to the control store
 and posts a request. Like every request it takes effect with the first committed step whose records all carry its
 number, so that all slots turn to it at the same boundary, whatever fails meanwhile; the vote on the change of layout
-then compares the digest.
+then compares the digest. No step waits for the store: who proposes does so in a thread of its own, and who reads has
+read the plan before its vote carries the request's number.
 """
 
 from __future__ import annotations
 
+import logging
+import threading
 from collections.abc import Sequence
 
 from nep.fault_tolerance.control_store import plan_key
@@ -15,20 +18,47 @@ from nep.fault_tolerance.requests import Request
 from nep.fault_tolerance.runtime import SlotRun
 from nep.planning.plan import Plan
 
+log = logging.getLogger(__name__)
 
-def propose(run: SlotRun, plan: Plan, why: str) -> int:
-    """Ask the job to go on under a plan. One slot does that; it waits for the store, not for the others.
+
+class Proposal:
+    """Asks the job to go on under a plan. One slot does that, in the background.
 
     Args:
+        run: of the slot.
         plan: to follow the one in force.
         why: JSON for whoever carries it out.
-
-    Returns:
-        Number of the request.
     """
-    run.store.set(plan_key(plan.digest), plan.canonical_json())
-    request = Request(kind="plan", slot=run.slot, digest=plan.digest, base=run.state.plan.number, why=why)
-    return run.requests.post(run.store, request)
+
+    def __init__(self, run: SlotRun, plan: Plan, why: str):
+        self._run, self._plan = run, plan
+        self._request = Request(kind="plan", slot=run.slot, digest=plan.digest, base=run.state.plan.number, why=why)
+        self._number = 0  # of the request, once it is posted
+        self._thread = threading.Thread(target=self._post, name="propose", daemon=True)
+        self._thread.start()
+
+    def _post(self) -> None:
+        run = self._run
+        try:
+            store = run.connections.take()
+            store.set(plan_key(self._plan.digest), self._plan.canonical_json())
+            self._number = run.requests.post(store, self._request)
+            run.connections.give_back(store)
+        except RuntimeError as error:
+            log.warning("a plan cannot be proposed: %s", error)
+
+    def is_open(self, effective: int) -> bool:
+        """Whether it may still come into effect.
+
+        Args:
+            effective: number of the last request that is in effect.
+        """
+        return self._thread.is_alive() or self._number > effective
+
+    def wait(self) -> int:
+        """Wait until it is posted; the number of its request, 0 if the store could not be reached."""
+        self._thread.join()
+        return self._number
 
 
 def newest(requests: Sequence[Request], base: int) -> Request | None:
@@ -48,7 +78,7 @@ def read_plan(run: SlotRun, request: Request) -> Plan:
     Raises:
         RuntimeError: the store does not have it, or has another one.
     """
-    text = run.store.get(plan_key(request.digest))
+    text = run.requests.plans.get(request.digest) or run.store.get(plan_key(request.digest))
     plan = None if text is None else Plan.from_json(text)
     if plan is None or plan.digest != request.digest:
         raise RuntimeError(f"the control store has no plan with digest {request.digest[:12]}; was it started anew?")

@@ -17,10 +17,11 @@ from collections.abc import Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Literal, Self, get_args
 
-from nep.fault_tolerance.control_store import ControlStore, request_key
+from nep.fault_tolerance.control_store import ControlStore, plan_key, request_key
 
 SCHEMA = 1
 Kind = Literal["drain", "undrain", "join", "plan"]
+_PLANS = 4  # texts that are kept; a proposal is looked at soon, or never
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -75,10 +76,13 @@ class Requests:
 
     Attributes:
         known: only ever appended to.
+        plans: digest -> canonical JSON of the newest plans proposed. Read before their requests count as known: a plan
+            is turned to at a boundary, where nobody may wait for the store.
     """
 
     def __init__(self) -> None:
         self.known: list[Request] = []
+        self.plans: dict[str, str] = {}
         self._lock = threading.Lock()
 
     def read(self, store: ControlStore) -> int:
@@ -88,13 +92,20 @@ class Requests:
             text = store.get(request_key(number))
             if text is None:
                 return len(self.known)
-            self.add(number, Request.from_json(text))
+            request = Request.from_json(text)
+            plan = store.get(plan_key(request.digest)) if request.kind == "plan" else None
+            self.add(number, request, plan)
 
-    def add(self, number: int, request: Request) -> None:
-        """The request with this number, unless another thread has read it meanwhile."""
+    def add(self, number: int, request: Request, plan: str | None = None) -> None:
+        """The request with this number, and the plan that it proposes, unless another thread has read it meanwhile."""
         with self._lock:
-            if len(self.known) == number - 1:
-                self.known.append(request)
+            if len(self.known) != number - 1:
+                return
+            if plan is not None:
+                self.plans[request.digest] = plan
+                while len(self.plans) > _PLANS:
+                    del self.plans[next(iter(self.plans))]
+            self.known.append(request)
 
     def post(self, store: ControlStore, request: Request) -> int:
         """Put a request at the end of the queue. Returns its number."""

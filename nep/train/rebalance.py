@@ -15,7 +15,7 @@ from collections.abc import Callable, Mapping
 from typing import TYPE_CHECKING
 
 from nep.fault_tolerance.control_store import FIRST_GENERATION
-from nep.fault_tolerance.proposals import newest, propose, read_plan
+from nep.fault_tolerance.proposals import Proposal, newest, read_plan
 from nep.fault_tolerance.vote import unpack_records
 from nep.planning.compensate import Boost
 from nep.planning.cost.work import WorkOfSlots
@@ -67,7 +67,8 @@ class Balance:
         self._generation = 0
         self._first_step = 0
         self._handled = 0  # number of the last request that was looked at
-        self._pending = 0  # number of the proposal that is not in effect yet, if it is this slot's
+        self.proposal: Proposal | None = None  # this slot's last one of the generation
+        self._unmeasured: Adjustment | None = None  # done, and nothing else has changed the plan since
         self._asked_from = -1  # number of the plan in force when the last stage was asked for
         self._changed_at = 0  # the step after which the plan last changed
         self._news = False
@@ -115,8 +116,6 @@ class Balance:
         effective = run.history.request
         fresh = run.requests.known[self._handled : effective]
         self._handled = max(self._handled, effective)
-        if effective >= self._pending:
-            self._pending = 0
         if self.goal is not None and self._asked_from == plan.number:
             self.forget()  # it was refused
         proposal = newest(fresh, plan.number)
@@ -152,8 +151,9 @@ class Balance:
             self.meter.restart()
             self._walls.clear()
             if self.goal is not None and reached(trainer.plan, self.goal):
-                self.goal, current.done_step = None, trainer.step
+                self.goal, current.done_step, self._unmeasured = None, trainer.step, current
         elif self._work is not None and self._work[0] != trainer.plan.number:
+            self._unmeasured = None
             self.meter.restart()
             self._walls.clear()
         if trainer.reports:
@@ -165,7 +165,8 @@ class Balance:
     def _begin(self, generation: int) -> None:
         """A new generation: nothing is under way in it."""
         run = self._trainer.run_state
-        self._generation, self._handled, self._pending = generation, run.history.request, 0
+        self._generation, self._handled = generation, run.history.request
+        self.proposal = self._unmeasured = None
         self._first_step, self._changed_at, self._thought = self._trainer.step, self._trainer.step, {}
         self.forget()
         self._seconds, self._work, self._began = {}, None, None
@@ -176,15 +177,15 @@ class Balance:
     def _start(self, adjustment: Adjustment) -> None:
         adjustment.step, adjustment.before_s = self._trainer.step, self._walls.median()
         self.adjustments.append(adjustment)
-        self._news = False
+        self._news, self._unmeasured = False, None
         self._say(adjustment.announcement)
 
     def _measure(self) -> None:
         """What came of the last change, once there are enough steps after it."""
-        last = self.adjustments[-1] if self.adjustments else None
-        if last is None or last.done_step is None or last.after_s is not None or not self._walls.is_full:
+        last = self._unmeasured
+        if last is None or not self._walls.is_full:
             return
-        last.after_s = self._walls.median()
+        last.after_s, self._unmeasured = self._walls.median(), None
         self._say(last.result)
 
     def _say(self, line: str) -> None:
@@ -216,7 +217,8 @@ class Balance:
             return
         every = config.rebalance_every
         due = bool(every) and (step % every == 0 or self._due)
-        if self.goal is not None or self._pending or self.statistics.num_steps == 0:
+        under_way = self.proposal is not None and self.proposal.is_open(run.history.request)
+        if self.goal is not None or under_way or self.statistics.num_steps == 0:
             return
         if step - self._first_step < _FIRST_STEPS:
             return
@@ -265,7 +267,7 @@ class Balance:
         )
 
     def _propose(self, kind: str, ask: Callable[[], tuple[Plan | None, Adjustment]]) -> bool:
-        """Ask, and propose what comes of it. A planner that finds no plan, or a store that is away, costs no step."""
+        """Ask, and propose what comes of it. A planner that finds no plan costs no step."""
         self._news = False
         start = time.perf_counter()
         try:
@@ -273,12 +275,11 @@ class Balance:
             if plan is None:
                 self._announce(adjustment.announcement)
                 return False
-            self._pending = propose(self._trainer.run_state, plan, adjustment.why_json())
         except (ValueError, RuntimeError) as error:
             self._announce(f"{kind} after step {self._trainer.step}: skip: {error}")
             return False
-        spent_s = time.perf_counter() - start
-        log.info("planned in %.3f s, proposed as request %d: %s", spent_s, self._pending, adjustment.why)
+        self.proposal = Proposal(self._trainer.run_state, plan, adjustment.why_json())
+        log.info("planned in %.3f s: %s", time.perf_counter() - start, adjustment.why)
         return True
 
     def _proposals(self) -> Proposals:

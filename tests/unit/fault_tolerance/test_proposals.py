@@ -7,8 +7,8 @@ from typing import Any
 
 import pytest
 
-from nep.fault_tolerance.control_store import plan_key
-from nep.fault_tolerance.proposals import newest, propose, read_plan
+from nep.fault_tolerance.control_store import plan_key, request_key
+from nep.fault_tolerance.proposals import Proposal, newest, read_plan
 from nep.fault_tolerance.requests import Request, Requests, leaving, returners
 from nep.planning.cluster import Cluster
 from nep.planning.plan import Plan
@@ -30,20 +30,49 @@ def plan_of(slots: int) -> Plan:
 
 
 def make_run(store: Store, slot: int) -> Any:
-    return SimpleNamespace(slot=slot, store=store, requests=Requests(), state=SimpleNamespace(plan=plan_of(2)))
+    connections = SimpleNamespace(take=lambda: store, give_back=lambda connection: None)
+    state = SimpleNamespace(plan=plan_of(2))
+    return SimpleNamespace(slot=slot, store=store, requests=Requests(), state=state, connections=connections)
 
 
 def test_a_proposal_is_read_by_the_others_and_asks_nobody_to_leave() -> None:
     store = Store()
     first, second = make_run(store, 0), make_run(store, 1)
     second.requests.post(store, Request(kind="join", slot=3, incarnation=2))
-    assert propose(first, plan_of(4), "why") == 2
+    proposal = Proposal(first, plan_of(4), "why")
+    assert proposal.wait() == 2 and proposal.is_open(1) and not proposal.is_open(2)
     second.requests.read(store)
     known = second.requests.known
     found = newest(known, base=first.state.plan.number)
     assert found is not None and (found.slot, found.why) == (0, "why")
     assert read_plan(second, found) == plan_of(4)
     assert leaving(known, (0, 1)) == () and returners(known, 0) == {3: 2}
+
+
+def test_nobody_waits_for_the_store_to_turn_to_a_plan() -> None:
+    store = Store()
+    first, second = make_run(store, 0), make_run(store, 1)
+    Proposal(first, plan_of(4), "").wait()
+    second.requests.read(store)
+    second.store = None  # away: the vote has carried the request's number, so the plan must be here
+    assert read_plan(second, second.requests.known[0]) == plan_of(4)
+
+
+def test_plans_that_nobody_turns_to_are_not_kept() -> None:
+    requests = Requests()
+    for number in range(1, 20):
+        requests.add(number, Request(kind="plan", slot=0, digest=str(number)), f"plan {number}")
+    assert list(requests.plans) == ["16", "17", "18", "19"] and len(requests.known) == 19
+
+
+def test_a_store_that_is_away_costs_the_proposal_only() -> None:
+    def away() -> Store:
+        raise RuntimeError("cannot be reached")
+
+    run = make_run(Store(), 0)
+    run.connections = SimpleNamespace(take=away)
+    proposal = Proposal(run, plan_of(4), "")
+    assert proposal.wait() == 0 and not proposal.is_open(0)
 
 
 def test_the_newest_for_the_plan_in_force_counts() -> None:
@@ -57,9 +86,9 @@ def test_the_newest_for_the_plan_in_force_counts() -> None:
 @pytest.mark.parametrize("found", [None, "another"])
 def test_a_store_that_has_lost_the_plan_is_named(found: str | None) -> None:
     store = Store()
-    run = make_run(store, 0)
-    propose(run, plan_of(4), "")
-    request = run.requests.known[0]
+    Proposal(make_run(store, 0), plan_of(4), "").wait()
+    run = make_run(store, 1)
+    request = Request.from_json(store[request_key(1)])
     if found is None:
         del store[plan_key(request.digest)]
     else:

@@ -70,6 +70,7 @@ class Job:
             slot=slot, store=self.store, requests=Requests(), stopping=False, cluster=Cluster.uniform(SLOTS, SLOTS),
             history=SimpleNamespace(request=0, steps=[SimpleNamespace(skipped=False)]),
             recipe=SimpleNamespace(lines=LINES, dtype=torch.float64),
+            connections=SimpleNamespace(take=lambda: self.store, give_back=lambda connection: None),
         )  # fmt: skip
         return SimpleNamespace(
             config=self.config, run_state=run, members=tuple(range(SLOTS)), reports=slot == 0,
@@ -116,6 +117,8 @@ class Job:
                     dict(zip(self.plan.slots, self.plan.speeds_ppm, strict=True))
                 )
                 balance.crossed()
+                if balance.proposal is not None:
+                    balance.proposal.wait()
 
 
 def auto(**others: Any) -> BalanceConfig:
@@ -190,6 +193,16 @@ def test_a_new_generation_drops_what_is_under_way_and_looks_again() -> None:
     job.run(6)
     assert job.plans[1] == 11, "after a failure it does not wait for the next multiple"
     assert job.balances[0].goal is None and len(job.balances[0].adjustments) == 2
+
+
+def test_a_change_is_not_measured_by_steps_of_fewer_slots() -> None:
+    job = Job(BalanceConfig(rebalance_every=6, hardware=PROFILE, cooldown_steps=30))
+    job.counts[:, 0] *= 12
+    job.run(9)
+    assert job.plans == [7] and job.balances[0].adjustments[0].done_step == 7
+    job.generation, job.plan = 2, replace(job.plan, number=job.plan.number + 1)
+    job.run(20)
+    assert job.balances[0].adjustments[0].after_s is None, "what it gained before the failure is not known"
 
 
 def test_a_plan_that_is_refused_is_forgotten() -> None:
