@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import logging
 import math
 import os
 from pathlib import Path
@@ -14,6 +15,8 @@ import torch
 from nep.fault_tolerance.injection import fired
 from nep.train.data import expected_hash
 from nep.train.trainer import Trainer
+
+log = logging.getLogger(__name__)
 
 SCHEMA = 1
 LOADS_FORMAT_VERSION = 1
@@ -77,12 +80,14 @@ def _finite(value: Any) -> Any:
 
 
 def write_router_stats(path: Path, trainer: Trainer, model_name: str) -> None:
-    """What the router did over the whole job and lately: NPZ that `nep plan --loads` reads.
+    """What the router did since this slot came, and lately: NPZ that `nep plan --loads` reads.
 
-    Raises:
-        ValueError: no step was committed.
+    Nothing is written by a slot that has seen no step: it came after the last one, or there was none left to do.
     """
     statistics = trainer.balance.statistics
+    if statistics.num_steps == 0:
+        log.warning("%s is not written: this slot has seen no step", path)
+        return
     unfinished = path.with_name(path.name + ".unfinished")
     with unfinished.open("wb") as file:
         np.savez_compressed(
@@ -102,9 +107,12 @@ def write_loads(path: Path, trainer: Trainer, model_name: str) -> None:
     """Expert loads of every committed step: NPZ with `counts` int64 [step, layer, expert] and `model`.
 
     And `slot_imbalance` [step], what they made of the slots under the plan of the step, NaN where this slot was not
-    there to see.
+    there to see. Nothing is written if no counts are known: there was no step left to do.
     """
     history = trainer.run_state.history
+    if not history.counts_le:
+        log.warning("%s is not written: the loads of no step are known", path)
+        return
     counts = torch.stack(history.counts_le).numpy()
     seen = [trainer.balance.imbalance.get(entry.step, math.nan) for entry in history.steps[-len(counts) :]]
     unfinished = path.with_name(path.name + ".unfinished")

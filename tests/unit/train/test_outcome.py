@@ -197,6 +197,15 @@ def test_router_statistics_are_what_the_planner_reads(tmp_path: Path) -> None:
         read_loads(path, preset("debug"), last_steps=2)
 
 
+def test_without_a_step_the_job_ends_all_the_same(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    """A job that goes on from its last step, or a slot that comes after it and speaks for the job."""
+    trainer = make_trainer(balance=SimpleNamespace(statistics=RouterStatistics(), imbalance={}))
+    trainer.run_state.history.counts_le = []
+    write_router_stats(tmp_path / "router.npz", trainer, "debug")
+    write_loads(tmp_path / "loads.npz", trainer, "debug")
+    assert not list(tmp_path.iterdir()) and caplog.text.count("is not written") == 2
+
+
 def test_a_hole_in_the_ledger_shows() -> None:
     trainer = make_trainer()
     del trainer.run_state.history.steps[1]
