@@ -87,11 +87,15 @@ class Alerts:
     Args:
         target: a command (no shell; it reads the JSON from its standard input) or an http(s) URL (POST of the JSON);
             None: nobody is told.
+
+    Attributes:
+        condition: of the job as it was told last; None: before the first plan. Who comes back gets it from the others,
+            else it would tell what is no news.
     """
 
     def __init__(self, target: str | None):
         self._target = target
-        self._condition: Condition | None = None  # None: of before this trainer came
+        self.condition: Condition | None = None
         self._queue: queue.Queue[tuple[str, Alert] | None] = queue.Queue()
         self._thread: threading.Thread | None = None
 
@@ -102,13 +106,13 @@ class Alerts:
             run: this slot's.
             reason: of the generation.
         """
-        if self._target is None:
-            return
         plan = run.state.plan
         missing, alone = _lacking(run)
         condition: Condition = "unprotected" if alone else "degraded" if missing else "whole"
-        before, self._condition = self._condition, condition
-        if condition == before or (before is None and condition == "whole" and run.current.number == 1):
+        before, self.condition = self.condition, condition
+        if self._target is None or condition == before:
+            return
+        if before is None and condition == "whole" and run.current.number == 1:
             return
         text = f"{len(plan.slots)} of {run.wanted_members} slots train"
         if missing:
@@ -176,10 +180,18 @@ def deliver(target: str, alert: Alert) -> bool:
         except (OSError, subprocess.SubprocessError, urllib.error.URLError) as failure:
             error = str(failure)
         else:
-            log.info("told %s: %s", target, alert.text)
+            log.info("told %s: %s", _shown(target), alert.text)
             return True
-    log.error("could not tell %s (%s): %s", target, error, alert.text)
+    log.error("could not tell %s (%s): %s", _shown(target), error, alert.text)
     return False
+
+
+def _shown(target: str) -> str:
+    """As it may be logged: paths of webhooks are secrets."""
+    if not _is_url(target):
+        return target
+    url = urllib.parse.urlsplit(target)
+    return f"{url.scheme}://{url.netloc.rpartition('@')[2]}/"
 
 
 def _lacking(run: SlotRun) -> tuple[tuple[int, ...], int]:

@@ -100,7 +100,7 @@ class TrainConfig:
     corruption_action: Action = "drain"
     validation_sequences: int = 16
     failures: tuple[Failure, ...] = ()
-    on_alert: str | None = None
+    on_alert: str | None = field(default=None, repr=False)  # may be a secret, and configs are logged
     health_check: str | None = None
     health_every_s: float = 30.0
     run_dir: Path = Path("runs")

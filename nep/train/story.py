@@ -14,6 +14,7 @@ import torch
 from nep.fault_tolerance.corruption import Corruption
 from nep.fault_tolerance.history import Committed, History
 from nep.fault_tolerance.timeline import Recovery
+from nep.train.alerts import Condition
 from nep.train.protection import Protection
 
 SCHEMA = 2
@@ -43,6 +44,7 @@ class Story:
         stopping: the job ends after the last committed step.
         first_plan: canonical JSON.
         adjustments: changes of plan that the job made by itself, see `nep.train.adjustments`.
+        condition: of the job, see `nep.train.alerts.Alerts`.
     """
 
     history: History
@@ -57,6 +59,7 @@ class Story:
     stopping: bool = False
     first_plan: str = ""
     adjustments: list[dict[str, Any]] = field(default_factory=list)
+    condition: Condition | None = None
 
     def to_bytes(self) -> bytes:
         """Length of the JSON, the JSON, the steps, the counts. Floats are exact, also in JSON: they read back."""
@@ -79,6 +82,7 @@ class Story:
                 "stopping": self.stopping,
                 "first_plan": self.first_plan,
                 "adjustments": self.adjustments,
+                "condition": self.condition,
             }
         ).encode()
         steps = b"".join(_STEP.pack(*_values(step)) for step in self.history.steps)
@@ -123,6 +127,7 @@ class Story:
             stopping=value["stopping"],
             first_plan=value["first_plan"],
             adjustments=value["adjustments"],
+            condition=value["condition"],
         )
 
 

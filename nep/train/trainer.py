@@ -271,6 +271,7 @@ class Trainer:
             stopping=self.run_state.stopping,
             first_plan=self.plans[0].canonical_json() if self.plans else "",
             adjustments=[one.to_json() for one in self.balance.adjustments],
+            condition=self._alerts.condition,
         ).to_bytes()
 
     def _take(self, told: bytes) -> None:
@@ -279,7 +280,7 @@ class Trainer:
         self.generations, self.recoveries = story.generations, story.recoveries
         self.validation_losses, self.full_size_s = story.validation_losses, story.full_size_s
         self._short_since, self.resumed_step = story.short_since, story.resumed_step
-        self.protection = story.protection
+        self.protection, self._alerts.condition = story.protection, story.condition
         self.run_state.stopping = story.stopping
         self.balance.adjustments = [Adjustment.from_json(one) for one in story.adjustments]
         self.plans = [Plan.from_json(story.first_plan)] if story.first_plan else []

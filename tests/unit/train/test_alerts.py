@@ -150,6 +150,12 @@ def test_each_change_is_told_once_by_whoever_is_first(tmp_path: Path, redundancy
     assert "may need a checkpoint" in told[0]["text"] or redundancy == "none"
 
 
+def test_what_may_be_a_secret_in_a_url_is_not_logged(caplog: pytest.LogCaptureFixture) -> None:
+    assert not deliver("http://me:password@127.0.0.1:1/hooks/token?key=x", an_alert())
+    assert "could not tell http://127.0.0.1:1/" in caplog.text
+    assert not any(word in caplog.text for word in ("password", "token", "key=x"))
+
+
 def test_who_comes_back_to_a_damaged_job_says_nothing_new(tmp_path: Path) -> None:
     """Its first look at a job that is whole again is the others' news, under the same key."""
     store, file = _Store(), tmp_path / "told"
@@ -163,6 +169,17 @@ def test_who_comes_back_to_a_damaged_job_says_nothing_new(tmp_path: Path) -> Non
         mine.look(run, "slots [2] return")
         mine.finish()
     assert [json.loads(line)["event"] for line in file.read_text().splitlines()] == ["unprotected", "whole"]
+
+
+@pytest.mark.parametrize("known", ["degraded", None])
+def test_who_comes_to_a_job_in_the_condition_that_was_told_tells_no_one(tmp_path: Path, known: Any) -> None:
+    """A spare takes a place, or one of two lost slots comes back: the others see no change. None: it was not told."""
+    run, mine = a_run(_Store()), Alerts(f"tee -a {tmp_path / 'told'}")
+    mine.condition = known
+    run.state.plan, run.generation.number, run.current.number = conditions("device")[0][2], 5, 5
+    mine.look(run, "slots [1] return")
+    mine.finish()
+    assert (tmp_path / "told").exists() == (known is None)
 
 
 def test_a_job_that_stops_says_why_and_with_which_code(tmp_path: Path) -> None:

@@ -45,6 +45,7 @@ def test_there_and_back(keeps_loads: bool) -> None:
         protection=Protection(windows_s=[0.1], since_step=4, since_s=1e9 + 2 / 3, was_complete=True),
         first_plan="{}",
         adjustments=[{"kind": "rebalance", "predicted_gain": 1 / 3}],
+        condition="degraded",
     )
     told = Story.from_bytes(story.to_bytes())
     assert [tensor.tolist() for tensor in told.history.counts_le] == [tensor.tolist() for tensor in counts]
