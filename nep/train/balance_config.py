@@ -70,7 +70,9 @@ class BalanceConfig:
         if self.rebalance_every < 0:
             problems.append(f"rebalance_every ({self.rebalance_every}) must be at least 0; 0 never rebalances")
         if self.bytes_per_boundary is not None and self.bytes_per_boundary < 1:
-            problems.append(f"bytes_per_boundary ({self.bytes_per_boundary}) must be at least 1; None is no limit")
+            problems.append(
+                f"bytes_per_boundary ({self.bytes_per_boundary}) must be at least 1; give --rebalance-mib 1 or more"
+            )
         if not 0 <= self.least_gain < math.inf:
             problems.append(f"least_gain ({self.least_gain}) must be finite and at least 0")
         problems += [
