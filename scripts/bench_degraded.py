@@ -13,6 +13,7 @@ from __future__ import annotations
 
 import datetime
 import json
+import math
 import subprocess
 import sys
 import time
@@ -31,7 +32,7 @@ from nep.report.terminal import print_text
 from nep.testing.degraded_bench.failures import MOST_FAILED, FailureTable, run_failures
 from nep.testing.degraded_bench.jobs import JOBS, Job, small
 from nep.testing.degraded_bench.measure import Bench
-from nep.testing.degraded_bench.page import write_page
+from nep.testing.degraded_bench.page import require_place, write_page
 from nep.testing.degraded_bench.picture import picture
 from nep.testing.degraded_bench.skewed import run_skewed, skewed_jobs
 from nep.testing.degraded_bench.slow import WITHIN_STEPS, run_slow
@@ -90,6 +91,12 @@ def _run(options: BenchOptions) -> dict[str, Any]:
     parts, jobs = _named("only", options.only, PARTS), _named("shapes", options.shapes, tuple(JOBS))
     if not 1 <= options.counts <= MOST_FAILED:
         raise ValueError(f"counts ({options.counts}) must be 1 to {MOST_FAILED}; a job is damaged where a slot fails")
+    if not math.isfinite(options.pace):
+        raise ValueError(f"pace ({options.pace}) must be finite; 0 sleeps not at all")
+    if options.svg is not None and not options.svg.parent.is_dir():
+        raise ValueError(f"svg ({options.svg}): the folder {options.svg.parent} does not exist; create it first")
+    if options.page is not None:
+        require_place(options.page)
     skewed = [] if options.data is None or "skewed" not in parts else skewed_jobs(options.data)
     torch.set_num_threads(1)
     start = time.monotonic()

@@ -129,6 +129,8 @@ def _checked(options: RecoveryOptions) -> tuple[list[int], list[str]]:
         )
     if options.page is not None and (not options.page.is_file() or BEGIN not in options.page.read_text()):
         errors.append(f"page ({options.page}) must be a file with the line {BEGIN!r}")
+    if options.out is not None and not options.out.parent.is_dir():
+        errors.append(f"out ({options.out}): the folder {options.out.parent} does not exist; create it first")
     if options.keep is not None and options.keep.exists() and any(options.keep.iterdir()):
         errors.append(f"keep ({options.keep}) must be an empty folder or none yet")
     if errors:

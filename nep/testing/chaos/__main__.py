@@ -11,6 +11,7 @@ series, so that some can be played again.
 
 from __future__ import annotations
 
+import math
 import subprocess
 import sys
 import tempfile
@@ -56,6 +57,22 @@ class Options:
     keep: Path | None = None
     """Keep what the jobs wrote in this folder."""
 
+    def check(self) -> None:
+        """Refuses what would be noticed after hours.
+
+        Raises:
+            ValueError: with all of it.
+        """
+        errors = []
+        if not 0 < self.base_s < math.inf:
+            errors.append(f"base_s ({self.base_s}) must be a positive number of seconds")
+        if not 0 <= self.slack_s < math.inf:
+            errors.append(f"slack_s ({self.slack_s}) must be finite and at least 0; 0 allows what is promised")
+        if not self.page.parent.is_dir():
+            errors.append(f"page ({self.page}): the folder {self.page.parent} does not exist; create it first")
+        if errors:
+            raise ValueError("; ".join(errors))
+
 
 def main(arguments: list[str] | None = None) -> int:
     """Plays series.
@@ -67,6 +84,7 @@ def main(arguments: list[str] | None = None) -> int:
         options = parse_options(
             Options, prog="nep.testing.chaos", arguments=sys.argv[1:] if arguments is None else arguments
         )
+        options.check()
         wanted = [] if options.page_only else chosen(options.only)
         if not wanted and not options.page_only:
             raise ValueError(

@@ -12,6 +12,17 @@ BEGIN, END = "<!-- measured: begin -->", "<!-- measured: end -->"
 _DETAILED = ("ours", "ours, re-planned", "ours, 1.3x power")
 
 
+def require_place(path: Path) -> None:
+    """See whether a page can be written, before anything is measured.
+
+    Raises:
+        ValueError: there is no page, or it has no place for what is measured.
+    """
+    text = path.read_text() if path.is_file() else ""
+    if BEGIN not in text or END not in text.partition(BEGIN)[2]:
+        raise ValueError(f"{path} must be a page with lines {BEGIN!r} and {END!r}; what is measured goes between them")
+
+
 def write_page(path: Path, result: Mapping[str, Any], origin: str) -> None:
     """Replaces what was measured before, and nothing else.
 
@@ -23,11 +34,9 @@ def write_page(path: Path, result: Mapping[str, Any], origin: str) -> None:
     Raises:
         ValueError: the page has no place for it.
     """
-    text = path.read_text()
-    before, begin, rest = text.partition(BEGIN)
-    _, end, after = rest.partition(END)
-    if not begin or not end:
-        raise ValueError(f"{path} must have lines {BEGIN!r} and {END!r}; what is measured goes between them")
+    require_place(path)
+    before, _, rest = path.read_text().partition(BEGIN)
+    after = rest.partition(END)[2]
     path.write_text("\n".join([before + BEGIN, "", measured(result, origin), "", END + after]))
 
 

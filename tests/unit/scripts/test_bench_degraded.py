@@ -92,7 +92,14 @@ def test_a_slow_slot_is_found_and_compensated() -> None:
 
 @pytest.mark.parametrize(
     ("arguments", "what"),
-    [("--only nothing", "choose of"), ("--counts 9", "1 to 4"), ("--only skewed --data /nonexistent", "missing")],
+    [
+        ("--only nothing", "choose of"),
+        ("--counts 9", "1 to 4"),
+        ("--only skewed --data /nonexistent", "missing"),
+        ("--pace nan", "pace (nan)"),
+        ("--svg /nonexistent/a.svg", "create it first"),
+        ("--page /nonexistent/page.md", "must be a page"),
+    ],
 )
 def test_bad_options_are_refused(arguments: str, what: str, capsys: pytest.CaptureFixture[str]) -> None:
     assert main(arguments.split()) == 2

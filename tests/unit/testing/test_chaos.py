@@ -12,6 +12,7 @@ import torch
 from nep.planning.cluster import Cluster
 from nep.planning.planner import lost_intervals, plan_after_failure, plan_from_scratch, plan_mirrors
 from nep.planning.shapes import parameter_lines, preset
+from nep.testing.chaos.__main__ import main
 from nep.testing.chaos.cases import KINDS, LOSSES, PAIR, PHASES, REPLICA, STORE, VICTIMS, Case, Series, matrix, series
 from nep.testing.chaos.page import Result, page, results_in
 from nep.testing.chaos.play import Played, Twin
@@ -31,6 +32,12 @@ def test_the_matrix_is_whole() -> None:
     assert len({one.name for one in matrix()}) == len(matrix())
     for one in matrix():
         assert len({case.ends_job for case in one.cases}) == 1, "a job that ends cannot go on to the next case"
+
+
+def test_bad_options_are_named_before_anything_is_played(capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["--base-s", "0", "--slack-s", "-1", "--page", "/nonexistent/page.md"]) == 2
+    said = capsys.readouterr().err
+    assert all(name in said for name in ("base_s (0.0)", "slack_s (-1.0)", "page (/nonexistent/page.md)"))
 
 
 def test_a_series_is_read_as_it_was_written(tmp_path: Path) -> None:
