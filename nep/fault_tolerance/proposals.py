@@ -55,9 +55,13 @@ class Proposal:
         """
         return self._thread.is_alive() or self._number > effective
 
-    def wait(self) -> int:
-        """Wait until it is posted; the number of its request, 0 if the store could not be reached."""
-        self._thread.join()
+    def wait(self, timeout_s: float | None = None) -> int:
+        """Wait until it is posted; the number of its request, 0 if it is not: the store could not be reached (so far).
+
+        Args:
+            timeout_s: wait no longer.
+        """
+        self._thread.join(timeout_s)
         return self._number
 
 

@@ -41,6 +41,9 @@ _SPEED_GRAIN = 10_000
 _NEWS = 0.08
 """Logarithm by which a speed must differ from the plan's to be thought about."""
 
+_MOMENT_S = 0.2
+"""What a store may take to hear of a plan before the next step begins, so that the plan is usually in effect with it."""
+
 _FIRST_STEPS = 2
 """Steps of a generation before a plan is proposed: loads and speeds must have been seen."""
 
@@ -279,6 +282,7 @@ class Balance:
             self._announce(f"{kind} after step {self._trainer.step}: skip: {error}")
             return False
         self.proposal = Proposal(self._trainer.run_state, plan, adjustment.why_json())
+        self.proposal.wait(_MOMENT_S)
         log.info("planned in %.3f s: %s", time.perf_counter() - start, adjustment.why)
         return True
 

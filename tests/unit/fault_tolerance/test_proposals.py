@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import threading
 from types import SimpleNamespace
 from typing import Any
 
@@ -73,6 +74,21 @@ def test_a_store_that_is_away_costs_the_proposal_only() -> None:
     run.connections = SimpleNamespace(take=away)
     proposal = Proposal(run, plan_of(4), "")
     assert proposal.wait() == 0 and not proposal.is_open(0)
+
+
+def test_a_store_that_says_nothing_costs_a_moment() -> None:
+    store, answers = Store(), threading.Event()
+
+    def take() -> Store:
+        answers.wait(10)
+        return store
+
+    run = make_run(store, 0)
+    run.connections.take = take
+    proposal = Proposal(run, plan_of(4), "")
+    assert proposal.wait(0.01) == 0 and proposal.is_open(0), "it may still come"
+    answers.set()
+    assert proposal.wait() == 1 and proposal.is_open(0)
 
 
 def test_the_newest_for_the_plan_in_force_counts() -> None:
