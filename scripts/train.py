@@ -13,7 +13,8 @@ from pathlib import Path
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 
 from models.mixtral import build
+from nep.fault_tolerance.processes import leave
 from nep.train.main import main
 
 if __name__ == "__main__":
-    sys.exit(main(build))
+    leave(main(build))

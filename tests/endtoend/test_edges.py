@@ -81,7 +81,9 @@ def test_a_slot_that_comes_up_late_is_waited_for(small_job: SmallJob, tmp_path: 
 LAUNCH_TWO = ["-m", "nep.testing.launch", "--nproc-per-node", "2", "--timeout", "60", "--"]
 
 
-@pytest.mark.parametrize("launcher", [[], LAUNCH_TWO], ids=["alone", "two"])
+@pytest.mark.parametrize(
+    "launcher", [pytest.param([], id="alone"), pytest.param(LAUNCH_TWO, id="two", marks=pytest.mark.soak)]
+)
 def test_a_job_outlives_the_reader_of_its_output(launcher: list[str], small_job: SmallJob, tmp_path: Path) -> None:
     result = tmp_path / "train.json"
     command = [sys.executable, *launcher, str(TRAIN)]

@@ -48,6 +48,7 @@ class GatedJob:
     folder: Path
     gates: str
     started: dict[str, subprocess.Popen[bytes]] = field(default_factory=dict)
+    _running: RunningJob | None = None
 
     @property
     def arguments(self) -> list[str]:
@@ -57,6 +58,7 @@ class GatedJob:
     def start(self, name: str, command: list[str], **variables: str) -> subprocess.Popen[bytes]:
         """Start something that belongs to the job; its output goes to a file of that name."""
         environment = {**os.environ, "PYTHONPATH": str(REPOSITORY), "OMP_NUM_THREADS": "1", **variables}
+        environment |= {"RES_OPTIONS": "timeout:1 attempts:1"}  # for the look-ups of torchrun's store
         environment |= {"NEP_TEST_GATES": self.gates, "NEP_TEST_GATE_DIR": str(self.folder)}
         with (self.folder / name).open("wb") as out:
             self.started[name] = subprocess.Popen(
@@ -77,8 +79,10 @@ class GatedJob:
         (self.folder / f"go{step}").touch()
 
     def states(self) -> list[str]:
-        (found,) = self.folder.glob("runs/*/job.json")
-        return [one.state for one in RunningJob(find_job(str(found))).slots()]
+        if self._running is None:  # one connection for all questions: the store looks up the name of each new peer
+            (found,) = self.folder.glob("runs/*/job.json")
+            self._running = RunningJob(find_job(str(found)))
+        return [one.state for one in self._running.slots()]
 
     def output(self) -> str:
         return "\n".join((self.folder / name).read_text() for name in self.started)

@@ -21,7 +21,9 @@ def test_one_process(small_job: SmallJob, tmp_path: Path) -> None:
     small_job.run(1, folder=tmp_path, launcher="alone")
 
 
-@pytest.mark.parametrize(("num_slots", "replicas"), [(4, 1), (4, 2), (5, 1), (5, 2), (7, 3)])
+@pytest.mark.parametrize(
+    ("num_slots", "replicas"), [(4, 2), (5, 2), (7, 3), *(pytest.param(n, 1, marks=pytest.mark.soak) for n in (4, 5))]
+)
 def test_healthy(small_job: SmallJob, tmp_path: Path, num_slots: int, replicas: int) -> None:
     outcome = small_job.run(num_slots, "--replicas", str(replicas), folder=tmp_path)
     assert outcome.result is not None and outcome.result["recovery_s"] == []
@@ -31,13 +33,13 @@ def test_healthy(small_job: SmallJob, tmp_path: Path, num_slots: int, replicas: 
     ("num_slots", "replicas", "failure"),
     [
         (4, 2, "0@1:kill@forward"),  # rank 0, in the first step
-        (4, 1, "0@4:kill@vote"),
+        pytest.param(4, 1, "0@4:kill@vote", marks=pytest.mark.soak),
         (4, 2, "3@6:kill@return"),  # the last slot, in the last step
         pytest.param(5, 1, "2@2:kill@backward", marks=pytest.mark.soak),
         pytest.param(5, 2, "4@5:kill@sync", marks=pytest.mark.soak),  # the smaller replica
-        (7, 3, "3@3:kill@mirror"),
+        pytest.param(7, 3, "3@3:kill@mirror", marks=pytest.mark.soak),
         (2, 2, "1@3:kill@apply"),  # one slot is left
-        (2, 1, "0@3:kill@dispatch"),
+        pytest.param(2, 1, "0@3:kill@dispatch", marks=pytest.mark.soak),
     ],
 )
 def test_kill_anywhere(small_job: SmallJob, tmp_path: Path, num_slots: int, replicas: int, failure: str) -> None:
@@ -47,7 +49,7 @@ def test_kill_anywhere(small_job: SmallJob, tmp_path: Path, num_slots: int, repl
 @pytest.mark.parametrize(
     ("num_slots", "replicas", "first", "second"),
     [
-        (4, 2, "2@2:kill@sync", "0@4:kill@return"),
+        pytest.param(4, 2, "2@2:kill@sync", "0@4:kill@return", marks=pytest.mark.soak),
         pytest.param(5, 1, "1@2:kill@dispatch", "3@3:kill@vote", marks=pytest.mark.soak),
         (5, 2, "0@2:kill@vote", "1@5:kill@backward"),  # a whole replica but one slot
         pytest.param(4, 2, "2@2:kill@apply", "3@4:kill@forward", marks=pytest.mark.soak),  # a whole replica

@@ -98,6 +98,7 @@ def test_seven_slots_keep_the_pace_of_eight(headroom: float, least: float, most:
     assert set(powered.limits_w.values()) == {700}
 
 
+@pytest.mark.soak
 def test_measured_seconds_make_the_plan_and_the_prediction_holds() -> None:
     """With all messages, which no clock shortens: the planner is told what it needs and says what will come of it."""
     powered = PoweredSpeed.uniform(range(16))

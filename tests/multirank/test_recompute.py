@@ -33,7 +33,7 @@ def trained(shape: ModelShape, plan: Plan, recompute: bool, dtype: str) -> dict[
     return {slot: (run, done.operations[0][slot]) for slot, run in done.slots.items()}
 
 
-@pytest.mark.parametrize("dtype", ["float64", "bfloat16"])
+@pytest.mark.parametrize("dtype", ["float64", pytest.param("bfloat16", marks=pytest.mark.soak)])
 @pytest.mark.parametrize("shape", [FINE, GATED], ids=["fine", "gated"])
 @pytest.mark.parametrize("topology", ["alone", "tp3, tp2 and tp1", "unlike lanes in one replica"])
 def test_the_same_bits_and_the_same_operations(topology: str, shape: ModelShape, dtype: str) -> None:

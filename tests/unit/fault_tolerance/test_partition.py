@@ -72,7 +72,9 @@ def until(condition: Callable[[], object]) -> None:
         time.sleep(0.01)
 
 
-@pytest.mark.parametrize("kind", PARTITIONS)
+@pytest.mark.parametrize(
+    "kind", [pytest.param(kind, marks=[pytest.mark.soak] * (kind in ("held back", "refused"))) for kind in PARTITIONS]
+)
 def test_all_who_listen_and_tell_come_back(
     kind: str, proxy: StoreProxy, store: ControlStore, outside: ControlStore
 ) -> None:
