@@ -42,7 +42,7 @@ _NEWS = 0.08
 """Logarithm by which a speed must differ from the plan's to be thought about."""
 
 _MOMENT_S = 0.2
-"""What a store may take to hear of a plan before the next step begins, so that the plan is usually in effect with it."""
+"""What the store may take to hear of a plan before the next step, with which the plan then is usually in effect."""
 
 _FIRST_STEPS = 2
 """Steps of a generation before a plan is proposed: loads and speeds must have been seen."""
