@@ -106,7 +106,7 @@ class Job:
             wanted = [balance.next_plan() for balance in self.balances]
             assert all(plan == wanted[0] for plan in wanted), "all slots want the same"
             if wanted[0] is not None and self.accepts(wanted[0]):
-                check_runnable(wanted[0], LINES, slots=range(SLOTS), global_batch_size=BATCH)
+                check_runnable(wanted[0], LINES, slots=self.plan.slots, global_batch_size=BATCH)
                 self.plan = replace(wanted[0], number=self.plan.number + 1)
                 self.plans.append(self.step)
             for trainer, balance in zip(self.trainers, self.balances, strict=True):
