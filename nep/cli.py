@@ -67,6 +67,12 @@ def _undrain(arguments: Sequence[str]) -> int:
     return run(arguments)
 
 
+def _join(arguments: Sequence[str]) -> int:
+    from nep.train.join_command import main as run
+
+    return run(arguments)
+
+
 COMMANDS: Mapping[str, Command] = MappingProxyType(
     {
         "plan": Command(summary="where experts go, what a step takes and what has to move, with reasons", main=_plan),
@@ -76,6 +82,7 @@ COMMANDS: Mapping[str, Command] = MappingProxyType(
         "calibrate": Command(summary="measure this machine for the planner", main=_calibrate),
         "status": Command(summary="which step a running job is at, and how its slots are", main=_status),
         "drain": Command(summary="let a slot leave a running job without losing anything", main=_drain),
+        "join": Command(summary="bring the slots of a lost node back, from that node, and stay with them", main=_join),
         "undrain": Command(summary="let a slot that was drained or left out come back", main=_undrain),
     }
 )

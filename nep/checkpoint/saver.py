@@ -134,10 +134,10 @@ class Saver:
                     self._changed.wait()
                 snapshot, self._waiting = self._waiting, None
             try:
-                if snapshot is not None and not self._save(snapshot):
+                if snapshot is not None and not self._save(snapshot, self._board):
                     # All slots that see the folder begin anew there, and without the others it ends as any save does.
-                    self._board = FolderBoard(self.config.root / store_name(self.config.tag))
-                    self._save(snapshot)
+                    # The next save asks the store again: it may have been out of reach, and not gone.
+                    self._save(snapshot, FolderBoard(self.config.root / store_name(self.config.tag)))
             finally:
                 snapshot = None  # its memory
                 self._refuse_unwanted()
@@ -145,14 +145,14 @@ class Saver:
                     self._busy = self._waiting is not None
                     self._changed.notify_all()
 
-    def _save(self, snapshot: Snapshot) -> bool:
+    def _save(self, snapshot: Snapshot, board: Board) -> bool:
         """Save; False if the control store was lost and there is another way."""
         started = time.monotonic()
         save = Save(
             snapshot=snapshot,
             config=self.config,
-            board=self._board,
-            gone=lambda: self._gone(snapshot.plan.slots),
+            board=board,
+            gone=lambda: self._gone(board, snapshot.plan.slots),
             cancelled=self._why_not,
         )
         try:
@@ -162,7 +162,7 @@ class Saver:
             return True
         except DistError as error:
             log.warning("checkpoint of step %d: the control store is gone (%s)", snapshot.step, type(error).__name__)
-            return isinstance(self._board, FolderBoard)
+            return isinstance(board, FolderBoard)
         except Exception as error:
             if not isinstance(error, OSError):
                 log.exception("checkpoint of step %d", snapshot.step)
@@ -176,8 +176,8 @@ class Saver:
             self._messages.append(f"checkpoint of step {snapshot.step}: {save.folder} ({size} in {seconds:.2f} s)")
         return True
 
-    def _gone(self, slots: Collection[int]) -> set[int]:
-        if isinstance(self._board, FolderBoard):
+    def _gone(self, board: Board, slots: Collection[int]) -> set[int]:
+        if isinstance(board, FolderBoard):
             return self._lost  # who else has ended is not known any more
         return self._lost | self._dead(slots)
 

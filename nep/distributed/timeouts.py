@@ -65,6 +65,26 @@ class Timeouts:
         """One request to the control store."""
         return max(5.0, 2 * self.base_s)
 
+    @property
+    def partition_s(self) -> float:
+        """How long a recovery waits for a control store that cannot be reached. Steps do not need it."""
+        return 20 * self.base_s
+
+    @property
+    def lease_s(self) -> float:
+        """The term of a supervisor's lease. A slot whose lease has expired twice in a row is confirmed dead."""
+        return self.base_s / 2
+
+    @property
+    def two_leases_s(self) -> float:
+        """From the last sign of a supervisor until its slot is confirmed dead."""
+        return 2 * self.lease_s
+
+    @property
+    def renew_s(self) -> float:
+        """Between two renewals of a lease: a term sees several, so one that comes late costs nothing."""
+        return self.lease_s / 5
+
     def problems(self) -> list[str]:
         """What is out of order: a sentence for each inner wait that does not speak before the one around it."""
         return [
@@ -86,6 +106,9 @@ _ORDER = (
     ("rebuild_s", "group_s", "a new group would be taken for a broken one"),
     ("rebuild_s", "start_s", "whoever comes up late would be given up before the groups that it is late for"),
     ("first_step_s", "start_s", "whoever comes up late would be given up before the step that it is late for"),
+    ("renew_s", "lease_s", "a lease would expire between two renewals"),
+    ("two_leases_s", "agree_s", "slots of a host that is gone are confirmed dead before the agreement is given up"),
+    ("agree_s", "partition_s", "a recovery would give up the store before those who reach it have agreed"),
 )
 
 
@@ -99,6 +122,8 @@ class SupervisorTimeouts:
         grace_s: what a trainer gets to finish by itself after a signal or the loss of the store: a recovery, a
             step and a checkpoint fit in it. Less than the 30 s after which torchrun kills.
         leave_s: what a trainer gets to leave after the end of the job.
+        drain_s: what the trainer of a node whose launcher has died gets to hand over its state.
+        renew_s: between two renewals of the lease.
         helper_s: what helper processes that a dead trainer left behind get after SIGTERM.
     """
 
@@ -106,6 +131,8 @@ class SupervisorTimeouts:
     slow_poll_s: float
     grace_s: float
     leave_s: float
+    drain_s: float
+    renew_s: float
     helper_s: float
 
     @classmethod
@@ -115,6 +142,8 @@ class SupervisorTimeouts:
             slow_poll_s=min(base_s / 5, 0.5),
             grace_s=min(10 * base_s, 25.0),
             leave_s=4 * base_s,
+            drain_s=10 * base_s,
+            renew_s=Timeouts(base_s=base_s).renew_s,
             helper_s=min(base_s / 2, 5.0),
         )
 

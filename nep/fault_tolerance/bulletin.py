@@ -12,7 +12,7 @@ from nep.fault_tolerance.control_store import ControlStore, request_key, step_ke
 from nep.fault_tolerance.requests import Requests
 
 _RENEW_S = 86_400.0  # how long one blocking request lasts; a time-out costs the store a warning
-_RETRY_S = 1.0
+_RETRY_S = 0.5
 _PAUSE_S = 0.005
 _TELL_S = 0.5  # between two words on the step
 
@@ -22,17 +22,14 @@ def follow_requests(connections: Connections, requests: Requests) -> None:
     connection = connections.take()
 
     def follow() -> None:
-        store = connection
         while True:
             try:
                 while True:
                     number = len(requests.known)
-                    if store.wait(request_key(number + 1), _RENEW_S) and requests.read(store) == number:
+                    if connection.wait(request_key(number + 1), _RENEW_S) and requests.read(connection) == number:
                         time.sleep(_PAUSE_S)
             except RuntimeError:
                 time.sleep(_RETRY_S)  # the store cannot be reached: there are no news
-            with contextlib.suppress(RuntimeError):
-                store = store.reconnect(_RETRY_S)
 
     threading.Thread(target=follow, name="requests", daemon=True).start()
 

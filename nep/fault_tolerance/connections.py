@@ -31,12 +31,18 @@ class Connections:
         self._refilling = False
         self._idle: deque[ControlStore] = deque()
         self._lock = threading.Lock()  # guards the clones' parent, which is one connection
+        self._refreshing = threading.Lock()
         self._refill()
 
     def take(self) -> ControlStore:
         """A connection that nobody else uses; opened now if none is idle."""
         try:
-            return self._idle.popleft()
+            while True:
+                connection = self._idle.popleft()
+                # Idle ones fail with the others when the network does. One round trip: nobody waits for a name.
+                if connection.works():
+                    connection.on_reopen = self._refresh_soon
+                    return connection
         except IndexError:
             with self._lock:
                 return self._store.clone()
@@ -48,6 +54,24 @@ class Connections:
     def give_back(self, connection: ControlStore) -> None:
         """The connection is idle again: no call on it is in progress."""
         self._idle.append(connection)
+
+    def _refresh_soon(self) -> None:
+        """One connection had to be opened anew: the idle ones have failed, too. Not when a recovery needs them."""
+        threading.Thread(target=self._refresh, name="connections", daemon=True).start()
+
+    def _refresh(self) -> None:
+        if not self._refreshing.acquire(blocking=False):
+            return
+        try:
+            for _ in range(len(self._idle)):
+                connection = self._idle.popleft()
+                if connection.works():
+                    self._idle.append(connection)
+        except IndexError:
+            pass  # somebody has taken the last one
+        finally:
+            self._refreshing.release()
+        self._refill()
 
     def _refill_later(self) -> None:
         time.sleep(self._pause_s)

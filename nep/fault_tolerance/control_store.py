@@ -18,20 +18,35 @@ What the code below relies on was measured with torch 2.13 and is kept as tests:
 * `compare_set` with expected "" sets an absent key. With any other expectation it leaves an absent key absent
   but *answers the expectation*, and it takes a present empty value for absent: `compare_and_set` hides both.
 * When the server has died every call raises `torch.distributed.DistNetworkError` (a `DistError`) at once.
-  When it is frozen, calls block until it goes on: no client time-out covers `check`.
+  When it is frozen, calls block until it goes on: no client time-out covers `check`. What a network drops
+  without a word is noticed by the kernel instead, see `nep.fault_tolerance.keepalive`.
+* A connection that has failed once never works again, although the server may live: `ControlStore` opens
+  another one. Repeating a call is safe: a compare-and-set that was done and whose answer was lost finds its
+  own value. (`add` may count twice.)
 """
 
 from __future__ import annotations
 
+import contextlib
 import json
-from collections.abc import Iterable, Mapping
+import socket
+import time
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from datetime import timedelta
-from typing import Any
+from typing import Any, TypeVar
 
 import torch.distributed as dist
 
+from nep.fault_tolerance.keepalive import give_up_after
+
+T = TypeVar("T")
+
 FIRST_GENERATION = 1  # the generation in which every trainer of a new job starts
 DISCOVERY_KEY = "nep/job"  # outside of every prefix: finds the job of a store whose address is all one knows
+_PROBE_S = 1.0  # what a server gets to answer when a connection to it has failed
+_RESET_S = 0.03  # what a network that resets connections gets to do so
+_RETRY_S = 0.1
+_SILENCE_S = 20.0  # of the server, until a connection is given up if nothing else is said
 
 
 # Keys, below the job's prefix. Values are JSON objects where nothing else is said.
@@ -127,6 +142,16 @@ def supervisor_key(slot: int) -> str:
     return f"supervisor/{slot}"
 
 
+def lost_launcher_key(node: int) -> str:
+    """Present: the launcher that started the supervisors of `node` has died, as one of them saw."""
+    return f"launcher/{node}"
+
+
+def lease_key(slot: int) -> str:
+    """Another value every few moments while the supervisor of `slot` lives; see `nep.fault_tolerance.leases`."""
+    return f"lease/{slot}"
+
+
 def split_address(address: str) -> tuple[str, int]:
     """Split "host:port"; an IPv6 host may stand in brackets.
 
@@ -145,11 +170,19 @@ class ControlStore:
 
     An object belongs to one thread of one process: call `clone` for another thread, and `connect` after a
     fork.
+
+    Attributes:
+        on_reopen: called when the connection had failed and has been opened anew.
     """
 
-    def __init__(self, store: dist.TCPStore, prefix: str):
+    def __init__(self, store: dist.TCPStore, prefix: str, silence_s: float = _SILENCE_S):
         self._store = store
         self.prefix = prefix
+        self._silence_s = silence_s
+        self._failed = False
+        self.on_reopen: Callable[[], None] = lambda: None
+        self._patience_s = 0.0
+        self._gives_up: Callable[[], bool] = bool  # never
 
     @classmethod
     def connect(cls, address: str, prefix: str, timeout_s: float) -> ControlStore:
@@ -158,7 +191,8 @@ class ControlStore:
         Args:
             address: "host:port" of the server.
             prefix: put before every key, ends with "/".
-            timeout_s: how long to try, and the limit of calls that wait on the server.
+            timeout_s: how long to try, the limit of calls that wait on the server, and how long the network may
+                swallow everything before calls fail.
 
         Raises:
             RuntimeError: nobody answered in time.
@@ -172,7 +206,65 @@ class ControlStore:
                 f"control store {address} did not answer within {timeout_s:g} s; check that the launcher, "
                 f"which hosts it, is alive and that its port can be reached from this host ({error})"
             ) from error
-        return cls(store, prefix)
+        give_up_after(port, timeout_s)
+        return cls(store, prefix, timeout_s)
+
+    # A connection that has failed.
+
+    def _ask(self, question: Callable[[dist.TCPStore], T]) -> T:
+        """The answer to a question; on a new connection if this one has failed and the server can be reached.
+
+        Raises:
+            DistNetworkError: it cannot, within the patience asked for.
+        """
+        deadline = time.monotonic() + self._patience_s
+        while True:
+            try:
+                if self._failed:
+                    self._open_again()
+                return question(self._store)
+            except (dist.DistNetworkError, OSError) as error:
+                known, self._failed = self._failed, True
+                if known and (time.monotonic() >= deadline or self._gives_up()):
+                    what = f"the control store at {self.address} cannot be reached: {error}"
+                    raise dist.DistNetworkError(what) from error
+                if known:
+                    time.sleep(_RETRY_S)
+
+    def _open_again(self) -> None:
+        host, port = self._store.host, self._store.port
+        # Asked before torch's client is, which would log its tries at length. A server does not speak first.
+        with socket.create_connection((host, port), _PROBE_S) as probe, contextlib.suppress(TimeoutError):
+            probe.settimeout(_RESET_S)
+            probe.recv(1)
+        timeout = self._store.timeout
+        self._store = dist.TCPStore(host, port, None, False, timedelta(seconds=_PROBE_S))
+        self._store.set_timeout(timeout)
+        give_up_after(port, self._silence_s)
+        self._failed = False
+        self.on_reopen()
+
+    @contextlib.contextmanager
+    def patience(self, seconds: float, gives_up: Callable[[], bool] = bool) -> Iterator[None]:
+        """Inside, calls try for so long to reach a server that has gone away, before they fail.
+
+        Args:
+            gives_up: says when nothing more is to be tried.
+        """
+        before = self._patience_s, self._gives_up
+        self._patience_s, self._gives_up = seconds, gives_up
+        try:
+            yield
+        finally:
+            self._patience_s, self._gives_up = before
+
+    def works(self) -> bool:
+        """Whether the server can be reached, over this connection or a new one in its place."""
+        try:
+            self._ask(lambda store: store.check([]))
+        except dist.DistError:
+            return False
+        return True
 
     @property
     def address(self) -> str:
@@ -182,9 +274,9 @@ class ControlStore:
     def get(self, key: str) -> str | None:
         """The value of `key`, or None if it is absent. Does not wait."""
         # TCPStore.get waits for an absent key. Keys are never deleted, so a positive check stays true.
-        if not self._store.check([self.prefix + key]):
-            return None
-        return str(self._store.get(self.prefix + key), "utf-8")
+        name = self.prefix + key
+        value = self._ask(lambda store: store.get(name) if store.check([name]) else None)
+        return None if value is None else str(value, "utf-8")
 
     def set(self, key: str, value: str) -> None:
         """Write `key`, whatever it holds. When this returns, every connection reads the new value.
@@ -192,11 +284,11 @@ class ControlStore:
         Raises:
             ValueError: the value is empty (a compare and set would take it for absent).
         """
-        self._store.set(self.prefix + key, _not_empty(key, value))
+        name, value = self.prefix + key, _not_empty(key, value)
         # The server does not acknowledge a set, so another connection could still miss it, for one that of the
         # supervisor of a trainer that sets the end flag and leaves. An answer to a later request on the same
         # connection means that it has been done.
-        self._store.check([self.prefix + key])
+        self._ask(lambda store: (store.set(name, value), store.check([name])))
 
     def compare_and_set(self, key: str, expected: str, value: str) -> str:
         """Write `key` if it holds `expected` ("": if it is absent).
@@ -205,7 +297,8 @@ class ControlStore:
             The value that is there now: `value` if it was written (or if somebody wrote the same), else what
             was found; "" if the key is absent although something was expected.
         """
-        found = str(self._store.compare_set(self.prefix + key, expected, _not_empty(key, value)), "utf-8")
+        name, value = self.prefix + key, _not_empty(key, value)
+        found = str(self._ask(lambda store: store.compare_set(name, expected, value)), "utf-8")
         if expected and found == expected != value:
             return ""  # had the key held `expected`, it would hold `value` now: so it is absent
         return found
@@ -215,8 +308,9 @@ class ControlStore:
 
         For waits that seldom time out: a time-out is noisy and may be late (see above). To poll, use `exists`.
         """
+        timeout = timedelta(seconds=max(timeout_s, 0.0))
         try:
-            self._store.wait([self.prefix + key], timedelta(seconds=max(timeout_s, 0.0)))
+            self._ask(lambda store: store.wait([self.prefix + key], timeout))
         except dist.DistStoreError:
             # The answer may have been on its way: after a very short time-out the key can be there.
             return self.exists(key)
@@ -224,12 +318,12 @@ class ControlStore:
 
     def exists(self, keys: str | Iterable[str]) -> bool:
         """Whether *all* of `keys` are present: one round trip, does not wait."""
-        names = [keys] if isinstance(keys, str) else keys
-        return bool(self._store.check([self.prefix + name for name in names]))
+        names = [self.prefix + name for name in ([keys] if isinstance(keys, str) else keys)]
+        return bool(self._ask(lambda store: store.check(names)))
 
     def add(self, key: str, amount: int) -> int:
         """Add to the integer at `key` (absent: 0) and return the sum."""
-        return int(self._store.add(self.prefix + key, amount))
+        return int(self._ask(lambda store: store.add(self.prefix + key, amount)))
 
     def get_json(self, key: str) -> Any | None:
         """The decoded value of `key`, or None if it is absent."""
@@ -250,19 +344,13 @@ class ControlStore:
 
     def clone(self) -> ControlStore:
         """The same store and prefix through a connection of its own, for another thread."""
-        return ControlStore(self._store.clone(), self.prefix)
-
-    def reconnect(self, timeout_s: float) -> ControlStore:
-        """A new connection in place of this one, which has failed.
-
-        Raises:
-            RuntimeError: nobody answered in time.
-        """
-        return ControlStore.connect(self.address, self.prefix, timeout_s)
+        clone = ControlStore(self._ask(lambda store: store.clone()), self.prefix, self._silence_s)
+        give_up_after(self._store.port, self._silence_s)
+        return clone
 
     def at_prefix(self, prefix: str) -> ControlStore:
         """The same connection (so: the same thread) with another prefix."""
-        return ControlStore(self._store, prefix)
+        return ControlStore(self._store, prefix, self._silence_s)
 
     def torch_store(self, timeout_s: float) -> dist.PrefixStore:
         """This connection as the store in which process groups find each other; the job's prefix is put before.

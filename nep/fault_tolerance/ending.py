@@ -25,9 +25,11 @@ def finish_together(run: SlotRun, exit_code: int) -> None:
     number, store = run.current.number, run.store
     everybody = [finished_key(number, slot) for slot in run.current.members]
     try:
-        store.set(finished_key(number, run.slot), "1")
-        run.current.waiter.wait(_StoreKeys(store, everybody), "the end of the others")
-        store.compare_and_set(end_key(), "", str(exit_code))
+        # A network that is cut is waited for: without this slot's word the others would take it for dead.
+        with store.patience(run.recipe.timeouts.partition_s, run.stop_requested):
+            store.set(finished_key(number, run.slot), "1")
+            run.current.waiter.wait(_StoreKeys(store, everybody), "the end of the others")
+            store.compare_and_set(end_key(), "", str(exit_code))
     except DistError as error:
         # The launcher that hosts it has died. Nobody can ask for anything any more, and all is done here.
         log.warning("the control store is gone (%s); leaving", type(error).__name__)

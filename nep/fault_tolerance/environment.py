@@ -11,6 +11,7 @@ from pathlib import Path
 from nep.distributed.transports.probe import REQUIRED, SET, VARIABLES
 from nep.fault_tolerance.job import DEFAULT_TIMEOUT_BASE_S, JobSpec
 
+JOIN = "NEP_JOIN"  # 1: the job runs, and this process brings its slot back
 _REQUIRED = (
     "RANK",
     "LOCAL_RANK",
@@ -72,7 +73,35 @@ def job_from_environment(
         store_address=f"{environ['MASTER_ADDR']}:{_integer(environ, 'MASTER_PORT')}",
         run_dir=run_dir,
         timeout_base_s=timeout_base_s,
+        joins=environ.get(JOIN) == "1",
     )
+
+
+def environment_to_join(
+    slot: int, *, num_slots: int, slots_per_node: int, run_id: str, attempt: int, address: str
+) -> dict[str, str]:
+    """The variables with which `nep join` starts the process of a slot: as the first launcher's, but for `JOIN`."""
+    host, _, port = address.rpartition(":")
+    known = {
+        "RANK": slot,
+        "LOCAL_RANK": slot % slots_per_node,
+        "GROUP_RANK": slot // slots_per_node,
+        "WORLD_SIZE": num_slots,
+        "LOCAL_WORLD_SIZE": slots_per_node,
+        "MASTER_ADDR": host.removeprefix("[").removesuffix("]"),
+        "MASTER_PORT": port,
+        "TORCHELASTIC_RUN_ID": run_id,
+        "TORCHELASTIC_RESTART_COUNT": attempt,
+        "TORCHELASTIC_USE_AGENT_STORE": "True",
+        JOIN: "1",
+    }
+    return {"OMP_NUM_THREADS": "1", **os.environ} | {name: str(value) for name, value in known.items()}
+
+
+def speaks(environ: Mapping[str, str] | None = None) -> bool:
+    """Whether this process says what is wrong before a job begins: all find the same, one of them says it."""
+    environ = os.environ if environ is None else environ
+    return environ.get("RANK", "0") == "0" or JOIN in environ
 
 
 def single_process_job(

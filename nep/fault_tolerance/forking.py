@@ -32,8 +32,8 @@ def fork_trainer(trainer: Trainer, job: Job, mask: Iterable[int]) -> int:
     sys.stdout.flush()  # what is buffered now would be written twice
     sys.stderr.flush()
     parent_pid = os.getpid()
-    # What has been imported is no garbage: looking through it (180,000 objects) stops a trainer for some .1 s, at any
-    # time and not seldom in a recovery, which makes many objects at once.
+    # What has been imported is no garbage: looking through it (180,000 objects) would stop a trainer for some .1 s, now
+    # and then and at any time, and all others with it.
     gc.freeze()
     pid = os.fork()
     if pid == 0:

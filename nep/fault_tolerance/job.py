@@ -7,6 +7,7 @@ import mmap
 import os
 import struct
 import time
+from collections.abc import Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -53,6 +54,11 @@ class JobSpec:
         timeout_base_s: seconds from which every time-out is derived.
         incarnation: which trainer of this slot, counting from 1.
         respawn: how often the supervisor starts another trainer after one has died.
+        joins: the job runs, and this slot is brought back to it with a launcher of its own (`nep join`).
+        spares: slots of the job that are kept in reserve, the last ones.
+        command: the script and its arguments, for `nep join`; empty if only its user knows. No secrets: everybody who
+            reaches the control store reads it.
+        settings: by name what all slots must agree on, as text; `nep join` compares it.
     """
 
     slot: int
@@ -67,6 +73,10 @@ class JobSpec:
     timeout_base_s: float = DEFAULT_TIMEOUT_BASE_S
     incarnation: int = 1
     respawn: int = 0
+    joins: bool = False
+    spares: int = 0
+    command: tuple[str, ...] = ()
+    settings: Mapping[str, str] = field(default_factory=dict, repr=False)
 
     def __post_init__(self) -> None:
         if not 0 <= self.slot < self.num_slots:
@@ -77,6 +87,14 @@ class JobSpec:
             raise ValueError(f"timeout_base_s ({self.timeout_base_s}) must be > 0")
         if self.respawn < 0:
             raise ValueError(f"respawn ({self.respawn}) must not be negative; 0 starts no other trainer")
+        if not 0 <= self.spares < self.num_slots:
+            raise ValueError(f"spares ({self.spares}) must be in [0, num_slots ({self.num_slots})); one must train")
+
+    @property
+    def first_generation(self) -> int:
+        """The one that this slot's first trainer is in; 0 if it waits for a decision that names it."""
+        waits = self.joins or self.slot >= self.num_slots - self.spares
+        return FIRST_GENERATION - 1 if waits else FIRST_GENERATION
 
     @property
     def prefix(self) -> str:
@@ -157,6 +175,11 @@ def publish_job(spec: JobSpec, store: ControlStore, store_address: str) -> dict[
         "pid": os.getpid(),
         "num_slots": spec.num_slots,
         "slots_per_node": spec.slots_per_node,
+        "spares": spec.spares,
+        "timeout_base_s": spec.timeout_base_s,
+        "command": list(spec.command),
+        "folder": os.getcwd(),
+        "settings": dict(spec.settings),
         "started_s": time.time(),
     }
     store.set_json(job_key(), description)

@@ -38,15 +38,18 @@ def first_decision(store: ControlStore, timeout_s: float) -> Decision:
     return Decision.from_json(text)
 
 
-def join_job(store: ControlStore, slot: int, incarnation: int, requests: Requests, known: Decision) -> Decision:
+def join_job(
+    store: ControlStore, slot: int, incarnation: int, requests: Requests, known: Decision, wanted: int
+) -> Decision:
     """Register, and wait for the decision that makes this trainer a member.
 
     The members see the request at the end of a step, or in a recovery that comes before; a step may be long, so there
-    is no limit but the end of the job.
+    is no limit but the end of the job. While enough others train this one is a spare.
 
     Args:
         requests: filled with those there are.
         known: any decision, the newer the better.
+        wanted: how many slots shall train.
 
     Raises:
         JobEnded: it has ended first.
@@ -75,7 +78,7 @@ def join_job(store: ControlStore, slot: int, incarnation: int, requests: Request
             members = [exit_key(one, incarnation_of(known.incarnations, one)) for one in able]
             if store.exists(members) and newest_decision(store, known) is known:
                 raise NobodyLeft(f"slot {slot} cannot come back: the trainers of slots {known.members} have all ended")
-            if known.request >= number:
+            if known.request >= number and len(known.members) < wanted:
                 tries += 1
                 if tries > _TRIES:
                     raise LeftOut(f"slot {slot} was passed over {_TRIES} times; see the log of slot {known.members[0]}")

@@ -9,6 +9,7 @@ from typing import Any
 
 from nep.distributed.timeouts import Timeouts
 from nep.fault_tolerance.control_store import ControlStore, decision_key, end_key, exit_key, fence_key, record_key
+from nep.fault_tolerance.leases import LeaseWatch
 from nep.fault_tolerance.requests import incarnation_of
 from nep.fault_tolerance.transaction import Decision, Progress
 from nep.fault_tolerance.unsupervised import report_unsupervised
@@ -91,6 +92,7 @@ def agree(
     # square of the members, and one thread answers them all.
     posted: set[int] = set()
     turn_at: float | None = None
+    leases, looked_at = LeaseWatch(store, timeouts.lease_s), time.monotonic()
     while True:
         text = store.get(decision_key(generation))
         if text is not None:
@@ -99,12 +101,16 @@ def agree(
         if ended is not None:
             raise JobEnded(int(ended))
         now = time.monotonic()
+        if now - looked_at > timeouts.wait_s / 4:
+            # The store was out of reach, for the others too, or this process was stopped.
+            deadline, fence_at = deadline + now - looked_at, fence_at + now - looked_at
+        looked_at = now
         posted |= {s for s in members if s not in posted and store.exists(record_key(generation, s))}
         silent = [slot for slot in members if slot not in posted]
         gone = dead_members(store, tuple(silent), incarnations)
         silent = [slot for slot in silent if slot not in gone]
         if silent and now > look_at:
-            report_unsupervised(store, silent, incarnations)
+            report_unsupervised(store, silent, incarnations, leases)
             look_at = now + _LOOK_S
         if not silent:
             turn_at = now + _TURN_S * sorted(posted).index(own.slot) if turn_at is None else turn_at

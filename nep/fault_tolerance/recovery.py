@@ -15,7 +15,7 @@ from nep.fault_tolerance.commit import adopt, apply, commit_layout
 from nep.fault_tolerance.control_store import exit_key
 from nep.fault_tolerance.detection import FaultWatch
 from nep.fault_tolerance.membership import agree, dead_members, fault_reason
-from nep.fault_tolerance.requests import incarnation_of, returners
+from nep.fault_tolerance.requests import incarnation_of, standing, taken_in
 from nep.fault_tolerance.returning import share_bytes, share_routing
 from nep.fault_tolerance.runtime import Generation, SlotRun
 from nep.fault_tolerance.timeline import Recovery
@@ -94,11 +94,13 @@ def recover(run: SlotRun, fault: Fault, number: int, members: tuple[int, ...], r
     while True:
         recovery.attempts += 1
         log.warning("generation %d is broken: %s", number, fault)
-        stands = run.store.raise_fault(number, fault_reason(fault.kind, run.slot, fault.detail))
-        recovery.planned = recovery.planned and stands.get("reason") == PLANNED
-        _park(run)
-        hung = stands.get("reason") == DEADLINE
-        decision = _agree(run, number, members, run.recipe.timeouts.hung_s if hung else None)
+        # Steps go on without the control store; a recovery cannot, and waits for it.
+        with run.store.patience(run.recipe.timeouts.partition_s, run.stop_requested):
+            stands = run.store.raise_fault(number, fault_reason(fault.kind, run.slot, fault.detail))
+            recovery.planned = recovery.planned and stands.get("reason") == PLANNED
+            _park(run)
+            hung = stands.get("reason") == DEADLINE
+            decision = _agree(run, number, members, run.recipe.timeouts.hung_s if hung else None)
         recovery.agreed_at = time.time()
         _describe(recovery, run, decision, members)
         try:
@@ -129,7 +131,8 @@ def _agree(run: SlotRun, number: int, members: tuple[int, ...], silent_s: float 
             return lost_intervals(plan_of(digest), live, run.recipe.lines)
 
         here = {slot: record for slot, record in records.items() if slot not in dead}
-        request, came = _registered(run, here)
+        named = plan_of(transaction.choose_layout(here)[1]).slots
+        request, came = _registered(run, [slot for slot, post in here.items() if not transaction.has_left(post, named)])
 
         def plan(digest: str, live: tuple[int, ...]) -> str:
             before = plan_of(digest)
@@ -173,10 +176,12 @@ def _agree(run: SlotRun, number: int, members: tuple[int, ...], silent_s: float 
 
 
 def _registered(run: SlotRun, here: Collection[int]) -> tuple[int, dict[int, int]]:
-    """Who may come with the next decision: the last request that it answers, and slot -> which trainer.
+    """Who comes with the next decision: the last request that it answers, and slot -> which trainer.
+
+    As many as are missing of those that wait, spares included: they have asked before and were not needed then.
 
     Args:
-        here: members of the generation before that have posted and live, as far as this slot knows.
+        here: members of the generation before that have posted and live, as far as this slot knows, and stay.
     """
     run.requests.read(run.store)
     known = run.requests.known
@@ -186,8 +191,9 @@ def _registered(run: SlotRun, here: Collection[int]) -> tuple[int, dict[int, int
             # Its predecessor is dead, and this slot has not heard of it: the next decision will take it.
             request = number - 1
             break
-    waiting = returners(known[:request], run.considered)
-    return request, {slot: one for slot, one in waiting.items() if not run.store.exists(exit_key(slot, one))}
+    waiting = standing(known[:request])
+    live = {slot: one for slot, one in waiting.items() if not run.store.exists(exit_key(slot, one))}
+    return request, taken_in(live, here, run.wanted_members)
 
 
 def _settle(run: SlotRun, decision: Decision) -> None:
@@ -241,6 +247,7 @@ def enter_decided(run: SlotRun, decision: Decision, recovery: Recovery) -> None:
     run.incarnations, run.considered = dict(decision.incarnations), decision.request
     run.cluster = (
         run.cluster.fail([slot for slot in run.cluster.live if slot not in members])
+        .with_health([slot for slot in standing(run.requests.known) if slot not in members], "spare")
         .with_health(members, "healthy")
         .with_speeds(dict(zip(plan.slots, plan.speeds_ppm, strict=True)))
     )

@@ -13,7 +13,7 @@ import json
 import threading
 import time
 import uuid
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Literal, Self, get_args
 
@@ -31,7 +31,8 @@ class Request:
         kind: drain (the slot shall leave), undrain (it may come back), join (a trainer has come up and waits) or plan
             (the job shall go on under another plan, see `nep.fault_tolerance.proposals`).
         slot: which one; plan: who proposes it.
-        incarnation: join: which trainer of the slot; else 0.
+        incarnation: join: which trainer of the slot. drain: the one that shall leave, since its node does; 0: the slot
+            shall stay away until it is undrained.
         time: when, seconds since the epoch.
         digest: plan: of its canonical JSON.
         base: plan: number of the plan that it follows; it is void once there is another.
@@ -106,13 +107,16 @@ class Requests:
 
 
 def drained(requests: Iterable[Request]) -> frozenset[int]:
-    """Slots that shall not train, after these requests."""
-    found: set[int] = set()
+    """Slots that shall not train, after these requests.
+
+    One of which a certain trainer was to leave is not away any more when a later one has come.
+    """
+    found: dict[int, int] = {}
     for request in requests:
         if request.kind == "drain":
-            found.add(request.slot)
-        elif request.kind == "undrain":
-            found.discard(request.slot)
+            found[request.slot] = request.incarnation if found.get(request.slot, 1) else 0
+        elif request.kind == "undrain" or request.incarnation > found.get(request.slot, 0) > 0:
+            found.pop(request.slot, None)
     return frozenset(found)
 
 
@@ -124,15 +128,41 @@ def leaving(requests: Sequence[Request], slots: Sequence[int]) -> tuple[int, ...
 
 
 def returners(requests: Sequence[Request], considered: int) -> dict[int, int]:
-    """Slots that wait to be members -> which trainer of theirs.
+    """Slots that wait to be members -> which trainer of theirs, in the order in which they asked.
 
     Args:
         requests: up to the one that counts.
         considered: number of the last that an earlier decision has answered; a trainer that it left out waits no more.
     """
-    away = drained(requests)
-    waiting = {request.slot: request.incarnation for request in requests[considered:] if request.kind == "join"}
-    return {slot: incarnation for slot, incarnation in sorted(waiting.items()) if slot not in away}
+    away, waiting = drained(requests), dict[int, int]()
+    for request in requests[considered:]:
+        if request.kind == "join":
+            waiting.pop(request.slot, None)  # the place of the newest counts
+            waiting[request.slot] = request.incarnation
+    return {slot: incarnation for slot, incarnation in waiting.items() if slot not in away}
+
+
+def standing(requests: Iterable[Request]) -> dict[int, int]:
+    """Slots whose trainers have registered at any time and are not drained -> the newest of them.
+
+    Members have registered, too, if they came later than the job began, and so have trainers that are dead.
+    """
+    known = list(requests)
+    return returners(known, 0)
+
+
+def taken_in(waiting: Mapping[int, int], members: Collection[int], wanted: int) -> dict[int, int]:
+    """Those of the waiting that come: as many as are missing, in their order.
+
+    So a spare goes before the new trainer of the slot that was lost, which may fail again.
+
+    Args:
+        waiting: slots -> which trainer.
+        members: slots that train already.
+        wanted: how many shall.
+    """
+    come = [slot for slot in waiting if slot not in members][: max(0, wanted - len(members))]
+    return {slot: waiting[slot] for slot in come}
 
 
 def incarnation_of(incarnations: Mapping[int, int], slot: int) -> int:

@@ -9,6 +9,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Literal
 
+from nep.distributed.timeouts import Timeouts
 from nep.fault_tolerance.control_store import (
     FIRST_GENERATION,
     ControlStore,
@@ -16,16 +17,19 @@ from nep.fault_tolerance.control_store import (
     discover_job,
     end_key,
     exit_key,
+    power_limit_key,
     split_address,
     step_key,
+    supervisor_key,
 )
-from nep.fault_tolerance.job import JOB_SCHEMA
+from nep.fault_tolerance.job import DEFAULT_TIMEOUT_BASE_S, JOB_SCHEMA
 from nep.fault_tolerance.joining import newest_decision
-from nep.fault_tolerance.requests import Request, Requests, drained, returners
+from nep.fault_tolerance.requests import Request, Requests, drained, standing
+from nep.fault_tolerance.takeover import unsupervised
 from nep.fault_tolerance.transaction import Decision
 
 _CONNECT_S = 3.0
-State = Literal["training", "leaving", "drained", "returning", "down"]
+State = Literal["training", "leaving", "drained", "returning", "spare", "down"]
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -37,12 +41,22 @@ class JobAddress:
         store_address: host:port.
         prefix: of its keys.
         num_slots: of the whole job.
+        slots_per_node: of its first node.
+        spares: slots that are kept in reserve.
+        timeout_base_s: what its time-outs are derived from.
+        command: the script and its arguments, if the job has said so.
+        folder: in which it was started.
     """
 
     run_id: str
     store_address: str
     prefix: str
     num_slots: int
+    slots_per_node: int = 1
+    spares: int = 0
+    timeout_base_s: float = DEFAULT_TIMEOUT_BASE_S
+    command: tuple[str, ...] = ()
+    folder: str = "."
 
     @classmethod
     def from_description(cls, value: Mapping[str, Any], source: str) -> JobAddress:
@@ -54,7 +68,10 @@ class JobAddress:
         if value.get("schema") != JOB_SCHEMA:
             raise ValueError(f"{source} has schema {value.get('schema')} and not {JOB_SCHEMA}; name a job.json of nep")
         try:
-            return cls(**{name: value[name] for name in ("run_id", "store_address", "prefix", "num_slots")})
+            needed = {name: value[name] for name in ("run_id", "store_address", "prefix", "num_slots")}
+            optional = ("slots_per_node", "spares", "timeout_base_s", "folder")
+            more = {name: value[name] for name in optional if name in value}
+            return cls(**needed, **more, command=tuple(value.get("command", ())))
         except KeyError as error:
             raise ValueError(f"{source} lacks {error}; name a job.json of nep") from error
 
@@ -87,7 +104,8 @@ def find_job(job: str | None, runs: Path = Path("runs")) -> JobAddress:
     description = discover_job(job, _CONNECT_S)
     if description is None:
         raise ValueError(f"the control store at {job} knows of no job; name the job.json in its run folder")
-    return JobAddress.from_description(description, job)
+    # The address by which it was reached: the job's own name for it may be one of its own host only.
+    return JobAddress.from_description({**description, "store_address": job}, job)
 
 
 def _read(path: Path) -> JobAddress:
@@ -118,13 +136,15 @@ class SlotStatus:
     Attributes:
         slot: its number.
         state: training; leaving (it is asked to and still trains); drained; returning (a trainer waits to be a
-            member); down.
+            member); spare (one waits, and enough others train); down.
         detail: how its last trainer ended, if one has.
+        limit_w: power limit of its board, as its trainer told it last; None: it has told of none.
     """
 
     slot: int
     state: State
     detail: str = ""
+    limit_w: float | None = None
 
 
 class RunningJob:
@@ -164,7 +184,8 @@ class RunningJob:
         self._requests.read(self._store)
         known, decision = self._requests.known, self.decision()
         members = decision.members if decision else tuple(range(self.address.num_slots))
-        away, waiting = drained(known), returners(known, decision.request if decision else 0)
+        away, waiting = drained(known), standing(known)
+        is_full = decision is not None and len(decision.members) >= self.address.num_slots - self.address.spares
         found = []
         for slot in range(self.address.num_slots):
             detail = self._how_it_ended(slot)
@@ -174,10 +195,11 @@ class RunningJob:
             elif slot in away:
                 state = "drained"
             elif slot in waiting and not self._store.exists(exit_key(slot, waiting[slot])):
-                state = "returning"
+                state = "spare" if is_full else "returning"
             else:
                 state = "down"
-            found.append(SlotStatus(slot=slot, state=state, detail=detail))
+            told = self._store.get_json(power_limit_key(slot)) or {}
+            found.append(SlotStatus(slot=slot, state=state, detail=detail, limit_w=told.get("limit_w")))
         return found
 
     def _how_it_ended(self, slot: int) -> str:
@@ -187,7 +209,28 @@ class RunningJob:
         if last is None:
             return ""
         how = last["signal"] or f"exit code {last['status']}"
+        if "by" in last:
+            return f"lost with its supervisor (seen by: {last['by']}); bring it back on its node with: nep join"
         return f"trainer {last['incarnation']} ended by {how}; log {last['log']}"
+
+    def absent(self) -> list[int]:
+        """Slots that are neither here nor kept away, and whose supervisors are gone: a node may bring them back.
+
+        It takes up to three terms of a lease to find out.
+        """
+        down = [one.slot for one in self.slots() if one.state == "down" or one.slot in self._gone_with_their_node()]
+        return sorted(unsupervised(self._store, down, Timeouts(base_s=self.address.timeout_base_s).lease_s))
+
+    def _gone_with_their_node(self) -> set[int]:
+        """Drained slots that were so since their launcher had died, not by an operator."""
+        known = self._requests.known
+        kept = drained(one for one in known if one.kind != "drain" or not one.incarnation)
+        return set(drained(known)) - kept
+
+    def host_of(self, slot: int) -> str:
+        """The host on which the slot's last supervisor ran; empty if it never had one."""
+        text = self._store.get(supervisor_key(slot))
+        return str(json.loads(text)["host"]) if text else ""
 
     def drain(self, slot: int) -> int:
         """Ask a slot to leave after a step. Returns the request's number.
@@ -212,7 +255,7 @@ class RunningJob:
             RuntimeError: the job is over.
         """
         status = self._status_of(slot)
-        if status.state in ("training", "returning"):
+        if status.state in ("training", "returning", "spare"):
             raise ValueError(f"slot {slot} is {status.state}; only one that is drained or down can be brought back")
         return self._requests.post(self._store, Request(kind="undrain", slot=slot))
 

@@ -38,6 +38,7 @@ class Recipe:
         timeouts: derived from one base.
         keep_loads: remember the expert loads of every committed step.
         num_replicas, lane_slots: what the job aims at when slots come back.
+        num_members: the slots that shall train, spares not counted; 0: as many as there are.
         router_bias_rate: what a step adds to, or takes from, the biases that experts are chosen with.
         bias_to_speed: those biases aim at loads by speed, not at even ones.
     """
@@ -52,6 +53,7 @@ class Recipe:
     bias_to_speed: bool = False
     num_replicas: int = 1
     lane_slots: int = 1
+    num_members: int = 0
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -128,6 +130,11 @@ class SlotRun:
     @property
     def slot(self) -> int:
         return self.job.slot
+
+    @property
+    def wanted_members(self) -> int:
+        """How many slots shall train."""
+        return self.recipe.num_members or self.job.num_slots
 
     @property
     def current(self) -> Generation:

@@ -19,14 +19,12 @@ from __future__ import annotations
 
 import contextlib
 import dataclasses
-import json
 import os
 import signal
 import sys
 import time
 from collections.abc import Callable
 from datetime import timedelta
-from typing import TypeVar
 
 import torch.distributed as dist
 
@@ -39,7 +37,6 @@ from nep.fault_tolerance.control_store import (
     end_key,
     exit_key,
     fence_key,
-    supervisor_key,
 )
 from nep.fault_tolerance.forking import Trainer, fork_trainer
 from nep.fault_tolerance.job import (
@@ -49,10 +46,12 @@ from nep.fault_tolerance.job import (
     publish_job,
     slot_log_path,
 )
-from nep.fault_tolerance.requests import Requests, drained, incarnation_of
-from nep.fault_tolerance.unsupervised import whereabouts
+from nep.fault_tolerance.lost_launchers import answer_for_lost_agents, report_lost_launcher
+from nep.fault_tolerance.requests import Request, Requests, drained, incarnation_of
+from nep.fault_tolerance.supervisor_link import StoreLink
+from nep.fault_tolerance.takeover import take_over
 
-T = TypeVar("T")
+STORE_LOST = "it did not finish after the control store was lost"
 
 # Exit codes with which a trainer leaves a job that has ended: done; no checkpoint; stopped with a checkpoint.
 FINAL_CODES = (0, 3, 4)
@@ -76,10 +75,12 @@ def supervise(trainer: Trainer, *, spec: JobSpec) -> int:
 
     Raises:
         RuntimeError: this process has more than one thread, or the platform is not Linux.
-        ValueError: `spec` has no store address.
+        ValueError: `spec` has no store address, or joins a job that it does not fit.
     """
     if spec.store_address is None:
         raise ValueError("spec.store_address (None) is needed to supervise; without a launcher use run_alone")
+    if spec.joins:
+        spec = dataclasses.replace(spec, incarnation=take_over(spec))
     spec.run_dir.mkdir(parents=True, exist_ok=True)
     launcher_pid = os.getppid()
     processes.become_subreaper()
@@ -88,7 +89,7 @@ def supervise(trainer: Trainer, *, spec: JobSpec) -> int:
     inherited_mask = signal.pthread_sigmask(signal.SIG_BLOCK, _WATCHED)
     timeouts = SupervisorTimeouts.from_base(spec.timeout_base_s)
     try:
-        cell, address = GenerationCell(), spec.store_address
+        cell, address = GenerationCell(spec.first_generation), spec.store_address
 
         def start(incarnation: int) -> int:
             job = Job.from_spec(dataclasses.replace(spec, incarnation=incarnation), cell, address)
@@ -155,75 +156,50 @@ class _Supervisor:
         self._launcher_pid = launcher_pid
         self._cell = cell
         self._timeouts = timeouts
-        self._store: ControlStore | None = None
+        self._link = StoreLink(spec, timeouts, self._say)
         self._stopping = False
-        self._told = False  # that the launcher has died
+        self._orphaned_at: float | None = None  # when the launcher was found dead
+        self._told = False  # the trainer, to stop
+        self._drains = False  # as does the whole node
         self._fenced = False
         self._kill_at_s: float | None = None
         self._kill_reason = ""
         self._flagged: set[int] = set()  # generations whose fault flag this supervisor has raised
-        self._members: tuple[int, ...] = tuple(range(spec.num_slots))  # of the newest decision
+        self._members: tuple[int, ...] = tuple(range(spec.num_slots - spec.spares))  # of the newest decision
         self._incarnations: dict[int, int] = {}  # which trainer of each member
         self._decision = cell.get()  # its generation
 
     def run(self) -> int:
-        self._connect()
+        code = self._run()
+        if self._end_code() is not None:
+            self._link.ask(lambda s: answer_for_lost_agents(s, self._spec), [])
+        return code
+
+    def _run(self) -> int:
+        self._link.connect()
         while True:
             exit_code = self._wait_for_trainer()
-            end_code = self._end_code()
-            if end_code is not None:
-                return self._leave_after_end(exit_code, end_code)
-            if self._store is None:
-                # Nobody can tell whether the job has ended: the trainer's word counts.
-                return exit_code if exit_code in FINAL_CODES else 1
-            self._report_exit(exit_code)
+            while True:
+                end_code = self._end_code()
+                if end_code is not None:
+                    return self._leave_after_end(exit_code, end_code)
+                if not self._link.away_s:
+                    self._report_exit(exit_code)
+                    if not self._link.away_s:
+                        break
+                elif exit_code in FINAL_CODES or self._stopping or self._link.is_gone:
+                    # Nobody can tell whether the job has ended: the trainer's word counts.
+                    return exit_code if exit_code in FINAL_CODES else 1
+                self._pause()  # until it can be told that the trainer has died
             processes.end_descendants(self._timeouts.helper_s)  # what the trainer had started is adopted by now
             code = self._wait_for_end()
             if code is not None:
                 return code
             self._respawn()
 
-    # The control store. The agent that hosts it may die at any time: then there is nobody left to tell.
-
-    def _connect(self) -> None:
-        spec = self._spec
-        assert spec.store_address is not None
-        try:
-            store = ControlStore.connect(spec.store_address, spec.prefix, Timeouts(base_s=spec.timeout_base_s).store_s)
-        except RuntimeError as error:
-            self._lose_store(error)
-            return
-        self._store = store
-        me = json.dumps(whereabouts())
-        found = self._ask(lambda s: s.compare_and_set(supervisor_key(spec.slot), "", me), me)
-        if found != me:
-            # An elastic launcher starts its workers anew without counting it as an attempt.
-            raise RuntimeError(
-                f"slot {spec.slot} of {spec.prefix} in the control store {spec.store_address} has had a "
-                f"supervisor already ({found}); start a new launcher, with a fixed number of nodes"
-            )
-        if spec.slot == 0:
-            self._ask(lambda s: publish_job(spec, s, s.address), None)
-
-    def _ask(self, question: Callable[[ControlStore], T], otherwise: T) -> T:
-        """`question` about the store; `otherwise` if there is no store any more."""
-        if self._store is None:
-            return otherwise
-        try:
-            return question(self._store)
-        except dist.DistError as error:
-            self._lose_store(error)
-            return otherwise
-
-    def _lose_store(self, error: Exception) -> None:
-        self._store = None
-        first_line = str(error).partition("\n")[0]
-        self._say(f"lost the control store, so the launcher that hosts it is gone: {first_line}")
-        self._limit(self._timeouts.grace_s, "it did not finish after the control store was lost")
-
     def _end_code(self) -> int | None:
         """The job's exit code, or None while it runs."""
-        text = self._ask(lambda s: s.get(end_key()), None)
+        text = self._link.ask(lambda s: s.get(end_key()), None)
         return None if text is None else int(text)
 
     # While the trainer runs.
@@ -238,6 +214,7 @@ class _Supervisor:
                 self._running = False  # its pid may belong to another process from now on
                 return ended[self._pid]
             self._obey_fence()
+            self._look_after_losses()
             now_s = time.monotonic()
             if now_s >= next_slow_look_s:
                 next_slow_look_s = now_s + self._timeouts.slow_poll_s
@@ -258,10 +235,32 @@ class _Supervisor:
             processes.send_signal(self._pid, processes.NOTICE)  # it may have come to this process alone
         # The kernel's signal for the launcher's death comes to this process alone. It is sent when the thread that
         # started this process ends, and for a moment another thread of a dying launcher may be the parent.
-        if self._stopping and not self._told and self._running and os.getppid() != self._launcher_pid:
+        if self._stopping and self._orphaned_at is None and os.getppid() != self._launcher_pid:
+            self._orphaned_at = time.monotonic()
+            self._link.ask(lambda s: report_lost_launcher(s, self._spec), None)  # if another one hosts the store
+        self._link.renew()
+
+    def _look_after_losses(self) -> None:
+        """What the loss of the launcher or of the control store means for the trainer."""
+        link, times, now_s = self._link, self._timeouts, time.monotonic()
+        if link.is_refused:
+            self._limit(times.grace_s, STORE_LOST)
+        elif self._kill_reason == STORE_LOST:
+            self._kill_at_s, self._kill_reason = None, ""
+        if link.is_refused and not self._told and (self._orphaned_at is not None or link.away_s > times.grace_s * 0.4):
             self._told = True
-            self._say("the launcher has died; telling the trainer to stop")
+            lost = "the control store is lost" if self._orphaned_at is None else "the launcher has died"
+            self._say(f"{lost}; telling the trainer to stop")
             processes.send_signal(self._pid, signal.SIGTERM)
+        elif self._orphaned_at is None or self._drains or link.away_s:
+            return
+        elif now_s - self._orphaned_at > 4 * times.poll_s:
+            # Another launcher hosts the store, and the job goes on: this node leaves it as if it were drained.
+            self._drains = True
+            self._say("the launcher has died, and the job goes on without this node: its slots hand over and leave")
+            mine = Request(kind="drain", slot=self._spec.slot, incarnation=self._incarnation)
+            link.ask(lambda s: self._requests.post(s, mine), 0)
+            self._kill_at_s, self._kill_reason = now_s + times.drain_s, "it did not leave after its launcher had died"
 
     def _limit(self, seconds: float, reason: str) -> None:
         """Let the trainer live `seconds` more; an earlier limit stays."""
@@ -271,7 +270,7 @@ class _Supervisor:
 
     def _obey_fence(self) -> None:
         # A fence names the trainer it means: it may be for an earlier one of this slot.
-        wanted = self._ask(lambda s: s.get(fence_key(self._spec.slot)), None)
+        wanted = self._link.ask(lambda s: s.get(fence_key(self._spec.slot)), None)
         if not self._fenced and wanted == str(self._incarnation):
             self._fenced = True
             self._say("killing the trainer: it was fenced")
@@ -301,7 +300,7 @@ class _Supervisor:
         }
         # Before any decision is read. A member reads the decision first and the exit keys afterwards, so
         # whatever the order, either it sees this key or this supervisor sees the decision.
-        self._ask(lambda s: s.set_json(exit_key(spec.slot, self._incarnation), record), None)
+        self._link.ask(lambda s: s.set_json(exit_key(spec.slot, self._incarnation), record), None)
         if generation >= FIRST_GENERATION:
             self._flag(generation)
         self._follow_decisions()
@@ -310,16 +309,16 @@ class _Supervisor:
     def _flag(self, generation: int) -> None:
         if generation in self._flagged:
             return
-        self._flagged.add(generation)
         detail = f"the trainer of slot {self._spec.slot} has ended"
         reason = {"kind": "exit", "slot": self._spec.slot, "detail": detail, "time": time.time()}
-        self._ask(lambda s: s.raise_fault(generation, reason), None)
+        if self._link.ask(lambda s: s.raise_fault(generation, reason), None) is not None:
+            self._flagged.add(generation)
 
     def _follow_decisions(self) -> None:
         """Find the newest decision and raise its fault flag if it counts on this slot."""
-        decision = self._ask(lambda s: s.get_json(decision_key(self._decision)), None)
+        decision = self._link.ask(lambda s: s.get_json(decision_key(self._decision)), None)
         while True:
-            later = self._ask(lambda s: s.get_json(decision_key(self._decision + 1)), None)
+            later = self._link.ask(lambda s: s.get_json(decision_key(self._decision + 1)), None)
             if later is None:
                 break
             self._decision += 1
@@ -337,7 +336,7 @@ class _Supervisor:
     def _nobody_is_left(self) -> bool:
         exits = [exit_key(slot, self._counts_on(slot)) for slot in self._members]
         # The last one to go may have set the end flag since the last look.
-        return self._ask(lambda s: s.exists(exits), False) and self._end_code() is None
+        return self._link.ask(lambda s: s.exists(exits), False) and self._end_code() is None
 
     def _wait_for_end(self) -> int | None:
         """Keep this worker alive, since the launcher would stop the others, until they have ended the job.
@@ -350,7 +349,7 @@ class _Supervisor:
             end_code = self._end_code()
             if end_code is not None:
                 return end_code
-            if self._stopping or self._store is None:
+            if self._stopping or self._link.is_gone:
                 return 1
             now_s = time.monotonic()
             if now_s >= next_slow_look_s:
@@ -368,8 +367,8 @@ class _Supervisor:
     def _may_respawn(self) -> bool:
         """Whether the slot is to be tried again: an operator says so, or it has died and the budget lasts."""
         slot, requests = self._spec.slot, self._requests
-        self._ask(requests.read, 0)
-        if self._stopping or self._store is None or slot in drained(requests.known):
+        self._link.ask(requests.read, 0)
+        if self._stopping or self._link.away_s or slot in drained(requests.known):
             return False
         if any(one.kind == "undrain" and one.slot == slot for one in requests.known[self._answered :]):
             return True

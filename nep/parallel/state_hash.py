@@ -57,17 +57,17 @@ class UnitHasher:
         return torch.cat([by_axis[line.axis] for line in self._lines.values()])
 
     def digest(self, tensors: Mapping[str, torch.Tensor], dtype: torch.dtype | None = None) -> torch.Tensor:
-        """What the bytes of each unit come to, int64 [num_units]; `key` makes it a hash.
+        """What the bytes of each unit come to, int64 [num_units] on the host; `key` makes it a hash.
 
         Args:
             tensors: parameter name -> `[units, *unit_shape]`, in the storage order of the layout.
             dtype: to convert them to before.
         """
-        found = torch.empty(self.num_units, dtype=torch.int64)
+        found = torch.empty(self.num_units, dtype=torch.int64, device=next(iter(tensors.values())).device)
         for name, (start, end) in self._spans.items():
             if start < end:
                 _digest(tensors[name].detach().reshape(end - start, -1), dtype, found[start:end])
-        return found
+        return found.cpu()
 
     def key(self, digests: torch.Tensor, kind: str) -> torch.Tensor:
         """Hashes, int64 [num_units]: equal bytes of another unit, parameter or kind have another one.
@@ -97,7 +97,7 @@ def _key(kind: str, name: str) -> int:
 
 def _digest(rows: torch.Tensor, dtype: torch.dtype | None, found: torch.Tensor) -> None:
     """Of each row; rows of many words go block by block, and each block changes what the ones after it make."""
-    words_per_value = max(1, (rows if dtype is None else torch.empty(0, dtype=dtype)).element_size() // 4)
+    words_per_value = max(1, (rows.dtype if dtype is None else dtype).itemsize // 4)
     values = max(1, _BLOCK // words_per_value)
     for first in range(0, rows.shape[1], values):
         block = rows[:, first : first + values]
@@ -112,9 +112,9 @@ def _digest(rows: torch.Tensor, dtype: torch.dtype | None, found: torch.Tensor) 
 def _weighted_sums(block: torch.Tensor, words_per_value: int, dtype: torch.dtype | None, sums: torch.Tensor) -> None:
     """Sum of the words of each row times the weights of their places, modulo 2^64."""
     rows, width = block.shape[0], block.shape[1] * words_per_value
-    weights = _weights(width)
+    weights = _weights(width, block.device)
     step = min(rows, max(1, _CHUNK // width))
-    room = torch.empty(step, width, dtype=torch.int64)
+    room = torch.empty(step, width, dtype=torch.int64, device=block.device)
     for first in range(0, rows, step):
         some = block[first : first + step]
         some = some if dtype is None else some.to(dtype)
@@ -123,8 +123,8 @@ def _weighted_sums(block: torch.Tensor, words_per_value: int, dtype: torch.dtype
 
 
 @lru_cache(maxsize=64)
-def _weights(width: int) -> torch.Tensor:
-    places = torch.arange(1, width + 1, dtype=torch.int64)
+def _weights(width: int, device: torch.device) -> torch.Tensor:
+    places = torch.arange(1, width + 1, dtype=torch.int64, device=device)
     return _mix(places * _signed(_GOLDEN)) | 1
 
 

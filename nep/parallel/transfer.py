@@ -15,7 +15,7 @@ import torch
 
 from nep.distributed.groups import Communicator
 from nep.distributed.waiting import Pending, Waiter
-from nep.parallel.holding import Holding
+from nep.parallel.holding import CPU, Holding
 from nep.planning.transfer import Piece, Transfer
 
 Views = list[torch.Tensor]
@@ -153,13 +153,15 @@ def launch(
     Args:
         on_sent: called once after the messages are on their way (failure injection).
     """
+    # Host tensors may travel on a device's communicator.
+    device = communicator.device if compiled.sends or compiled.receives else CPU
     with torch.no_grad():
         packed = {
-            peer: torch.cat([view.reshape(-1).to(compiled.dtype) for view in views])
+            peer: torch.cat([view.reshape(-1).to(compiled.dtype) for view in views]).to(device)
             for peer, views in compiled.sends.items()
         }
     staging = {
-        peer: torch.empty(sum(view.numel() for view in views), dtype=compiled.dtype, device=views[0].device)
+        peer: torch.empty(sum(view.numel() for view in views), dtype=compiled.dtype, device=device)
         for peer, views in compiled.receives.items()
     }
     pending = communicator.exchange(packed, staging)

@@ -79,9 +79,12 @@ class Cluster:
 
     @property
     def domains(self) -> dict[int, int]:
-        """Slot -> fault domain: the node if at least two nodes have live slots, else the slot itself."""
-        live = frozenset(self.live)
-        by_node = len({slot.node for slot in self.slots if slot.index in live}) >= 2
+        """Slot -> fault domain: the node if at least two nodes have live slots, else the slot itself.
+
+        Spares do not count: they hold nothing, so a node of spares only is no other domain for a mirror.
+        """
+        holding = {slot.node for slot in self.slots if slot.health not in ("failed", "spare")}
+        by_node = len(holding) >= 2
         return {slot.index: slot.node if by_node else slot.index for slot in self.slots}
 
     def fail(self, slots: Iterable[int]) -> "Cluster":

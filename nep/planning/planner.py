@@ -4,7 +4,7 @@ The same arguments give the same plan on every slot, bit for bit. Nothing is kno
 loads count as equal. `nep.planning.search.make` plans with both.
 """
 
-from collections.abc import Collection
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import replace
 from functools import partial
 from typing import get_args
@@ -133,10 +133,11 @@ def plan_after_failure(plan: Plan, cluster: Cluster, lines: Lines) -> Plan:
 def plan_with_slots(plan: Plan, cluster: Cluster, lines: Lines, *, num_replicas: int = 1, lane_slots: int = 1) -> Plan:
     """Plans for slots that have come, moving no more than their share.
 
-    Each joins the slowest replica and takes over from those in it that have most, which keep the rest. A replica
-    that had disappeared comes back as soon as none would be smaller than those of the full cluster; slots of the
-    largest replicas move to it then if those that have come are too few. Owners with more than their part give up
-    some to the slots that have come. Nothing new is mirrored, `plan_mirrors` does that later.
+    Each joins the slowest replica (of equal ones that with most slots of its node) and takes over from those in it
+    that have most, which keep the rest. A replica that had disappeared comes back as soon as none would be smaller
+    than those of the full cluster; slots of the largest replicas move to it then if those that have come are too few.
+    Owners with more than their part give up some to the slots that have come. Nothing new is mirrored, `plan_mirrors`
+    does that later.
 
     Args:
         plan: the plan in force; all its slots are healthy.
@@ -158,7 +159,7 @@ def plan_with_slots(plan: Plan, cluster: Cluster, lines: Lines, *, num_replicas:
     came = [slot for slot in cluster.healthy if slot not in plan.slots]
     if not came:
         return plan
-    speeds = cluster.speeds_ppm
+    speeds, nodes = cluster.speeds_ppm, {slot.index: slot.node for slot in cluster.slots}
     smallest = max(1, len(cluster.slots) // max(1, num_replicas))
     missing = 0
     while (
@@ -168,7 +169,7 @@ def plan_with_slots(plan: Plan, cluster: Cluster, lines: Lines, *, num_replicas:
     number, before = plan.number, plan
     if missing:
         need = missing * (len(healthy) // (len(plan.replicas) + missing)) - len(came)
-        movers = _movers(plan, need)
+        movers = _movers(plan, need, [nodes[slot] for slot in came], nodes)
         if movers:
             plan = plan_after_failure(plan, cluster.with_health(movers, "draining"), lines)
             came = sorted([*came, *movers])
@@ -177,18 +178,27 @@ def plan_with_slots(plan: Plan, cluster: Cluster, lines: Lines, *, num_replicas:
     for slot in came:
         pick = [replica for replica in fresh if len(replica) < len(healthy) // (len(plan.replicas) + missing)]
         # A replica that comes back first; then whichever is slowest.
-        target = pick[0] if pick else min(replicas + fresh, key=lambda replica: sum(speeds[one] for one in replica))
+        target = pick[0] if pick else min(replicas + fresh, key=partial(_need_for, slot, speeds, nodes))
         target.append(slot)
     after = grow(plan, [*replicas, *fresh], cluster=cluster, lines=lines, lane_slots=lane_slots)
     return replace(after, number=number + 1) if before is not plan else after
 
 
-def _movers(plan: Plan, need: int) -> list[int]:
-    """Slots that leave for another replica, the last ones of the largest."""
+def _need_for(
+    slot: int, speeds: Mapping[int, int], nodes: Mapping[int, int], replica: Sequence[int]
+) -> tuple[int, int]:
+    """The less, the better is a slot for a replica: speed first, then how many of its node are there."""
+    return sum(speeds[one] for one in replica), -sum(nodes[one] == nodes[slot] for one in replica)
+
+
+def _movers(plan: Plan, need: int, came_on: Sequence[int], nodes: Mapping[int, int]) -> list[int]:
+    """Slots that leave the largest replicas for one that comes back: those on its nodes first, then the last ones."""
     sizes = [list(replica) for replica in plan.replicas]
     movers: list[int] = []
     for _ in range(need):
-        movers.append(max(sizes, key=len).pop())
+        largest = max(sizes, key=len)
+        place = max(range(len(largest)), key=lambda place: (came_on.count(nodes[largest[place]]), place))
+        movers.append(largest.pop(place))
     return movers
 
 

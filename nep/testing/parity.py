@@ -279,7 +279,14 @@ class Training:
 
     # A slot that is lost while a step is voted on.
 
-    def run_with_loss(self, plan: Plan, after: Plan, step: int, saw_the_vote: Collection[int]) -> dict[int, SlotRun]:
+    def run_with_loss(
+        self,
+        plan: Plan,
+        after: Plan,
+        step: int,
+        saw_the_vote: Collection[int],
+        meddle: Callable[[SlotRun, str, int], None] = lambda run, phase, step: None,
+    ) -> dict[int, SlotRun]:
         """Slots that are not in `after` are lost while step `step` is voted on; the others go on to the end.
 
         Args:
@@ -287,12 +294,14 @@ class Training:
             after: of the survivors.
             step: which the last vote is about.
             saw_the_vote: those, of all slots, that have applied the step; the others have only voted.
+            meddle: called with each phase of each step up to the loss, on every slot.
         """
 
         def until_the_loss(me: ThreadSlot) -> SlotRun:
             run = self.start(plan, me.slot)
             self.enter(run, me, plan, 1)
-            return self.go_on(run, me, step, (step, "return" if me.slot in saw_the_vote else "vote")).run
+            lost_at = (step, "return" if me.slot in saw_the_vote else "vote")
+            return self.go_on(run, me, step, lost_at, lambda phase, now: meddle(run, phase, now)).run
 
         before = run_slots(plan.replicas, until_the_loss, lanes=[lane.slots for lane in plan.lanes])
         decision = _decide(before, plan, after)

@@ -110,7 +110,7 @@ class Alerts:
         before, self._condition = self._condition, condition
         if condition == before or (before is None and condition == "whole" and run.current.number == 1):
             return
-        text = f"{len(plan.slots)} of {run.job.num_slots} slots train"
+        text = f"{len(plan.slots)} of {run.wanted_members} slots train"
         if missing:
             text += f", slots {ranges(missing)} are missing"
         if alone:
@@ -186,6 +186,8 @@ def _lacking(run: SlotRun) -> tuple[tuple[int, ...], int]:
     """Slots that do not train, and how many pieces of state lack a mirror that they should have."""
     plan = run.state.plan
     missing = tuple(slot for slot in range(run.job.num_slots) if slot not in plan.slots)
+    if len(plan.slots) >= run.wanted_members:
+        missing = ()  # the others are in reserve
     wanted = plan.redundancy != "none" and run.job.num_slots > 1
     return missing, len(plan.unprotected(run.recipe.lines)) if wanted else 0
 

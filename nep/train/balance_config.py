@@ -55,7 +55,7 @@ class BalanceConfig:
     measured_steps: int = 8
     half_life_steps: float = 16.0
     bias_to_speed: bool = False
-    router_stats_out: Path | None = None
+    router_stats_out: Path | None = field(default=None, repr=False)  # each node may have its own
     pace: PaceConfig = field(default_factory=PaceConfig)
     patience_s: float = 1.0
     power: PowerConfig = field(default_factory=PowerConfig)

@@ -10,7 +10,7 @@ from nep.distributed.waiting import Fault
 from nep.fault_tolerance.change import change_layout, drain_layout
 from nep.fault_tolerance.commit import settle
 from nep.fault_tolerance.recovery import PLANNED
-from nep.fault_tolerance.requests import leaving, returners
+from nep.fault_tolerance.requests import leaving, returners, taken_in
 from nep.planning.planner import plan_after_failure, plan_mirrors
 from nep.planning.validation import check_runnable
 from nep.train.rebalance import Balance
@@ -58,14 +58,16 @@ class Boundary:
         if trainer.step == trainer.config.steps or run.stopping:
             return
         effective = run.requests.known[: run.history.request]
-        gone, come = leaving(effective, trainer.plan.slots), returners(effective, run.considered)
+        gone = leaving(effective, trainer.plan.slots)
+        staying = [slot for slot in trainer.plan.slots if slot not in gone]
+        come = taken_in(returners(effective, run.considered), staying, run.wanted_members)
         if gone:
             cluster = run.cluster.with_health(gone, "draining")
             # With mirrors at once: there is no time without protection when nothing has failed.
             plan = plan_mirrors(plan_after_failure(trainer.plan, cluster, run.recipe.lines), cluster, run.recipe.lines)
             drain_layout(run, plan, f"draining slots {list(gone)}")
         elif come:
-            self.balance.power.release()  # their boards need the watts that the others have
+            self.balance.power.welcome()  # their boards need the watts that the others have
             settle(run)
         if gone or come:
             raise Fault(PLANNED, f"draining {list(gone)}, letting {list(come)} in")

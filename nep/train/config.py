@@ -59,6 +59,7 @@ class TrainConfig:
         backend: of the process groups: gloo on CPUs; nccl on GPUs, which docs/nccl.md is about.
         timeout_base_s: the one value that all time-outs are derived from.
         respawn: how often the process of each slot is started anew after it died.
+        spares: so many slots, the last ones, hold nothing until one of the others is lost.
         state_check_every: compare copies of the state in every so-many-th vote; 0: never.
         corruption_action: what is done about a slot whose memory is found wrong.
         validation_sequences: held-out sequences for the validation loss, at the beginning and at the end.
@@ -94,6 +95,7 @@ class TrainConfig:
     backend: Literal["gloo", "nccl"] = "gloo"
     timeout_base_s: float = 30.0
     respawn: int = 1
+    spares: int = 0
     state_check_every: int = 20
     corruption_action: Action = "drain"
     validation_sequences: int = 16
@@ -179,6 +181,12 @@ class TrainConfig:
         Raises:
             ValueError: one sentence per problem, with its remedy.
         """
+        all_slots, num_slots = num_slots, num_slots - self.spares
+        if not 0 <= self.spares < all_slots:
+            raise ValueError(
+                f"spares ({self.spares}) must be at least 0 and leave one of {all_slots} slots to train; lower "
+                "--spares or start more processes"
+            )
         problems = self._size_problems(shape, num_slots)
         try:
             self.moe_backend_for(shape)
@@ -196,9 +204,9 @@ class TrainConfig:
             )
         problems += self._plan_problems(shape, num_slots) + self._checkpoint_problems()
         for failure in self.failures:
-            if failure.slot >= num_slots:
+            if failure.slot >= all_slots:
                 problems.append(
-                    f"--fail {failure}: slot {failure.slot} does not exist, this job has slots 0 to {num_slots - 1}"
+                    f"--fail {failure}: slot {failure.slot} does not exist, this job has slots 0 to {all_slots - 1}"
                 )
             if not 1 <= failure.step <= self.steps:
                 problems.append(f"--fail {failure}: step {failure.step} is not one of 1 to {self.steps}")

@@ -16,6 +16,8 @@ from nep.report.terminal import print_text
 
 SCHEMA = 1
 
+_AWAY = ("drained", "down", "returning")
+
 
 @dataclass(frozen=True, kw_only=True)
 class StatusOptions:
@@ -95,6 +97,7 @@ def _status(job: RunningJob) -> dict[str, Any]:
         "step": progress.get("step", 0),
         "steps": progress.get("steps"),
         "loss": progress.get("loss"),
+        "unprotected_since_step": progress.get("unprotected"),
         "slots": [dataclasses.asdict(slot) for slot in job.slots()],
     }
 
@@ -107,6 +110,13 @@ def _page(found: dict[str, Any]) -> str:
         f"job {found['run_id']} at {found['store_address']}: {state}",
         f"step {found['step']}{of}{loss}; generation {found['generation']} ({found['reason']})",
     ]
+    if found["unprotected_since_step"] is not None:
+        lines.append(
+            f"unprotected since step {found['unprotected_since_step']}: some state is held once, and the loss of its "
+            "owner means a checkpoint"
+        )
     for slot in found["slots"]:
-        lines.append(f"  slot {slot['slot']:<4} {slot['state']:<10} {slot['detail']}".rstrip())
+        # What a slot that is not there has told of its limit is out of date: others put it back.
+        watts = "" if slot["limit_w"] is None or slot["state"] in _AWAY else f"{slot['limit_w']:g} W"
+        lines.append(f"  slot {slot['slot']:<4} {slot['state']:<10} {watts or slot['detail']}".rstrip())
     return "\n".join(lines)

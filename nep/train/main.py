@@ -18,14 +18,11 @@ import torch
 import tyro
 from torch import nn
 
-from nep.checkpoint.weights import gather_parameters, save_parameters
-from nep.fault_tolerance.corruption import Corruption
+from nep.fault_tolerance import environment
 from nep.fault_tolerance.environment import job_from_environment
-from nep.fault_tolerance.history import Committed
 from nep.fault_tolerance.injection import Failure
 from nep.fault_tolerance.job import Job, JobSpec
 from nep.fault_tolerance.supervisor import run_alone, supervise
-from nep.fault_tolerance.timeline import Recovery
 from nep.moe.aux_losses import AuxLosses
 from nep.parallel.optimizer import OptimizerConfig
 from nep.planning.cluster import Cluster
@@ -35,17 +32,17 @@ from nep.planning.shapes import ModelShape, parameter_lines, preset
 from nep.report.layouts import layout_picture
 from nep.report.readers.hardware_file import read_hardware
 from nep.report.readers.plan_file import read_plan
-from nep.report.summary import summary
-from nep.report.terminal import ProgressLine, print_text, terminal_width
+from nep.report.terminal import terminal_width
+from nep.train.agreement import agreed_settings, recorded_command
 from nep.train.balance_config import BalanceConfig
 from nep.train.checkpoints import STOPPED
 from nep.train.config import TrainConfig
 from nep.train.data import TextSamples, load_text
 from nep.train.log import log_to_file
-from nep.train.outcome import outcome, write_json, write_loads, write_router_stats
 from nep.train.power_config import PowerConfig
 from nep.train.resume import BAD_INPUT, CannotResume, OtherData, check_resume, subject_of
-from nep.train.trainer import Hooks, Trainer
+from nep.train.trainer import Trainer
+from nep.train.view import View as _View
 
 BuildModel = Callable[[ModelShape, torch.dtype, str], nn.Module]
 
@@ -118,6 +115,8 @@ class Options:
     """Every time-out is derived from this; more than the longest time between two exchanges."""
     respawn: int = 1
     """How often each slot's process is started anew after it died; then the slot is left out until nep undrain."""
+    spares: int = 0
+    """Keep the last N processes in reserve; a slot that is lost is replaced by one of them."""
     state_check_every: int = 20
     """Compare all copies of the state in every so-many-th step; 0 for never."""
     corruption_action: Literal["drain", "resync", "report"] = "drain"
@@ -198,7 +197,7 @@ def main(build: BuildModel, arguments: Sequence[str] | None = None) -> int:
     Returns:
         Exit code: 0 done, 2 bad input, 3 a checkpoint is needed and none exists, 4 stopped with a checkpoint.
     """
-    speaks = os.environ.get("RANK", "0") == "0"  # all processes find the same mistake; one says so
+    speaks = environment.speaks()  # all processes find the same mistake; one says so
     options = tyro.cli(Options, args=arguments) if speaks else _options_in_silence(arguments)
     run_dir = options.run_dir
     try:
@@ -222,7 +221,14 @@ def main(build: BuildModel, arguments: Sequence[str] | None = None) -> int:
         else:
             time.sleep(_WORD_S)
         return EXIT_BAD_INPUT
-    return _start(build, request, spec, run_dir)
+    command = recorded_command(sys.argv[0], sys.argv[1:] if arguments is None else arguments)
+    try:
+        return _start(build, request, spec, run_dir, command)
+    except (ValueError, RuntimeError) as error:
+        if spec is None or not spec.joins:
+            raise
+        print(f"train: {error}", file=sys.stderr)  # the slot cannot be brought back, or not so
+        return EXIT_BAD_INPUT if isinstance(error, ValueError) else 1
 
 
 def _options_in_silence(arguments: Sequence[str] | None) -> Options:
@@ -245,7 +251,7 @@ def _checked(options: Options, num_slots: int, local_slots: int) -> _Request:
     degrees = None if options.degrees is None else Degrees.parse(options.degrees)
     replicas, tp = options.replicas, options.tp
     if degrees is not None:
-        replicas, tp = max(1, num_slots // degrees.replica_slots), degrees.tp
+        replicas, tp = max(1, (num_slots - options.spares) // degrees.replica_slots), degrees.tp
     elif plan is not None:
         replicas, tp = len(plan.replicas), max(len(lane.slots) for lane in plan.lanes)
     config = TrainConfig(
@@ -279,6 +285,7 @@ def _checked(options: Options, num_slots: int, local_slots: int) -> _Request:
         backend=options.backend,
         timeout_base_s=options.timeout_base_s,
         respawn=options.respawn,
+        spares=options.spares,
         state_check_every=options.state_check_every,
         corruption_action=options.corruption_action,
         validation_sequences=options.validation_sequences,
@@ -337,20 +344,21 @@ def _plan_changes(texts: Sequence[str]) -> dict[int, Plan]:
 def _dry_run_text(request: _Request, num_slots: int) -> str:
     shape, config = request.shape, request.config
     lines = parameter_lines(shape)
-    plan = config.first_plan(Cluster.uniform(num_slots, num_slots), lines)
+    training = num_slots - config.spares
+    plan = config.first_plan(Cluster.uniform(training, training), lines)
     held = max(
         sum(plan.holders.num_units(line.axis, slot) * line.unit_numel for line in lines.values()) for slot in plan.slots
     )
     return "\n".join(
         (
             f"{shape.name}: {shape.num_parameters:,} parameters, {shape.num_active_parameters:,} active per token",
-            f"{num_slots} slots, {config.replicas} replicas; the fullest slot holds {held:,} parameters",
+            f"{training} slots, {config.replicas} replicas; the fullest slot holds {held:,} parameters",
             layout_picture(plan, lines, terminal_width()),
         )
     )
 
 
-def _start(build: BuildModel, request: _Request, spec: JobSpec | None, run_dir: Path) -> int:
+def _start(build: BuildModel, request: _Request, spec: JobSpec | None, run_dir: Path, command: tuple[str, ...]) -> int:
     """Train here, or under a supervisor when a launcher started several."""
     if spec is None:
         run_id = time.strftime("%Y%m%d-%H%M%S") + f"-{os.getpid()}"
@@ -364,7 +372,14 @@ def _start(build: BuildModel, request: _Request, spec: JobSpec | None, run_dir: 
             timeout_base_s=request.config.timeout_base_s,
         )
         return run_alone(lambda job: _train(build, request, job), spec=alone)
-    spec = dataclasses.replace(spec, run_dir=run_dir / spec.run_id, respawn=request.config.respawn)
+    spec = dataclasses.replace(
+        spec,
+        run_dir=run_dir / spec.run_id,
+        respawn=request.config.respawn,
+        spares=request.config.spares,
+        command=command,
+        settings=agreed_settings(request.config, request.shape, request.data),
+    )
     return supervise(lambda job: _train(build, request, job, launched=True), spec=spec)
 
 
@@ -372,7 +387,7 @@ def _train(build: BuildModel, request: _Request, job: Job, *, launched: bool = F
     """In the trainer's process. A launcher that told its processes to stop finds that they did, without an error."""
     log_to_file(job.log_path)
     logging.getLogger(__name__).info("%s", request.config)
-    view = _View(request)
+    view = _View(request.shape, request.config)
     backend, why = request.config.moe_backend_for(request.shape)
     logging.getLogger(__name__).info("experts run with %s: %s", backend, why)
     dtype = request.config.torch_dtype
@@ -386,82 +401,3 @@ def _train(build: BuildModel, request: _Request, job: Job, *, launched: bool = F
         return EXIT_BAD_INPUT
     finally:
         view.close()
-
-
-class _View:
-    """What people see: the lowest live slot prints."""
-
-    def __init__(self, request: _Request):
-        self._request = request
-        self._progress = ProgressLine(request.config.steps, stream=sys.stdout)
-        self._last = time.perf_counter()
-
-    def hooks(self) -> Hooks:
-        return Hooks(
-            on_commit=self._commit,
-            on_recovery=self._recovery,
-            on_corruption=self._corruption,
-            on_end=self._end,
-            on_message=self._message,
-        )
-
-    def close(self) -> None:
-        self._progress.close()
-
-    def _commit(self, trainer: Trainer, committed: Committed) -> None:
-        now = time.perf_counter()
-        elapsed, self._last = now - self._last, now
-        if trainer.reports:
-            self._progress.update(
-                committed.step,
-                loss=committed.loss,
-                tokens_per_s=committed.tokens / elapsed,
-                generation=trainer.run_state.current.number,
-                live_slots=trainer.members,
-            )
-
-    def _message(self, trainer: Trainer, line: str) -> None:
-        self._progress.message(line)
-
-    def _corruption(self, trainer: Trainer, corruption: Corruption) -> None:
-        if trainer.reports:
-            self._progress.message(str(corruption))
-
-    def _recovery(self, trainer: Trainer, recovery: Recovery) -> None:
-        if trainer.reports:
-            phases = ", ".join(f"{name} {seconds * 1e3:.0f} ms" for name, seconds in recovery.phases_s().items())
-            since = "from the last step" if recovery.planned else "from failure"
-            self._progress.message(
-                f"generation {recovery.generation}: {recovery.reason}; {recovery.total_s * 1e3:.0f} ms {since} "
-                f"to the next committed step ({phases})"
-            )
-
-    def _end(self, trainer: Trainer) -> None:
-        """After the last step, while all slots are there."""
-        request, run = self._request, trainer.run_state
-        config, lines = request.config, run.recipe.lines
-        if config.save_params is not None:
-            tensors = gather_parameters(
-                run.state,
-                lines,
-                run.recipe.dtype,
-                to=trainer.plan.slots[0],
-                communicator=run.current.groups.transfer,
-                waiter=run.current.waiter,
-            )
-            if trainer.reports:
-                save_parameters(config.save_params, request.shape, lines, tensors, run.routing)
-        if not trainer.reports:
-            return
-        self.close()
-        result = outcome(trainer, request.shape.name)
-        if config.loads_out is not None:
-            write_loads(config.loads_out, trainer, request.shape.name)
-        if config.balance.router_stats_out is not None:
-            write_router_stats(config.balance.router_stats_out, trainer, request.shape.name)
-        if config.json is not None:
-            write_json(config.json, result)
-        page = summary(
-            result, before=trainer.plans[0], after=trainer.plan, lines=lines, width=terminal_width(sys.stdout)
-        )
-        print_text(f"\n{page}\n\nlogs: {run.job.run_dir}")

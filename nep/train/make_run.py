@@ -23,6 +23,12 @@ from nep.train.config import TrainConfig
 from nep.train.devices import make_transport
 
 
+def cluster_of(job: Job, spares: int) -> Cluster:
+    """The job's slots at its beginning; the last ones are in reserve."""
+    everybody = range(job.num_slots)
+    return Cluster.uniform(job.num_slots, job.slots_per_node).with_health(everybody[job.num_slots - spares :], "spare")
+
+
 def make_run(
     config: TrainConfig,
     job: Job,
@@ -54,6 +60,7 @@ def make_run(
         bias_to_speed=config.balance.bias_to_speed,
         num_replicas=config.replicas,
         lane_slots=config.tp,
+        num_members=job.num_slots - config.spares,
     )
     sync = GradSync(state=state, grads={}, buckets=())  # of who comes back; it gets one with its first layout
     if progress.layout != NO_LAYOUT:
@@ -68,7 +75,7 @@ def make_run(
         transport=transport,
         recipe=recipe,
         probe=injector.at,
-        cluster=Cluster.uniform(job.num_slots, job.slots_per_node).with_speeds(speeds),
+        cluster=cluster_of(job, config.spares).with_speeds(speeds),
         progress=progress,
         state=state,
         sync=sync,

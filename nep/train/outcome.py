@@ -45,6 +45,7 @@ def outcome(trainer: Trainer, model_name: str) -> dict[str, Any]:
         "recovery_s": [recovery.total_s for recovery in trainer.recoveries],
         "recovery_phases_s": [recovery.phases_s() for recovery in trainer.recoveries],
         "full_size_s": trainer.full_size_s,
+        "unprotected_s": trainer.protection.all_windows_s(),
         "corruptions": [one.to_json() for one in history.corruptions],
         "state_checks": {"every": integrity.every, "checks": integrity.checks, "seconds": integrity.seconds},
         "live_slots": list(trainer.members),

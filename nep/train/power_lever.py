@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING
 
 from nep.planning.cluster import Cluster
 from nep.planning.plan import Plan
+from nep.planning.power import PPM
 from nep.train.adjustments import Adjustment
 from nep.train.devices import board_of
 from nep.train.power import SlotPower
@@ -38,6 +39,7 @@ class PowerLever:
         self._members: frozenset[int] = frozenset()
         self._flagged: frozenset[int] = frozenset()
         self._due = False
+        self._raised: set[int] = set()  # slots that have been given more watts
 
     @property
     def is_on(self) -> bool:
@@ -82,11 +84,24 @@ class PowerLever:
         mine = frozenset(slot for slot, node in nodes.items() if node == nodes[run.slot])
         name = f"{run.current.number}.{self._trainer.plan.number}"
         self._slot.order(name, adjustment.limits_w, adjustment.before_w, mine)
+        self._raised |= {slot for slot, limit in adjustment.limits_w.items() if limit > adjustment.before_w[slot]}
 
     def release(self) -> None:
         """Limits as they were."""
+        self._raised = set()
         if self._slot is not None:
             self._slot.release()
+
+    def welcome(self) -> None:
+        """Slots will be back in the next generation: limits as they were, and a plan for it goes by speeds to match."""
+        run = self._trainer.run_state
+        speeds = run.cluster.speeds_ppm
+        run.cluster = run.cluster.with_speeds({slot: min(speeds[slot], PPM) for slot in self._raised})
+        self.release()
+
+    def missed(self) -> None:
+        """A thought came to nothing, since the plan that it was about is not in force any more."""
+        self._due = self.is_on and len(self._members) < self._trainer.run_state.job.num_slots
 
     def finish(self) -> None:
         """The trainer ends."""

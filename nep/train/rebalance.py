@@ -304,6 +304,7 @@ class Balance:
         ):
             log.info("planned in %.3f s for plan %d, which is not in force any more", thought.spent_s, thought.base[1])
             self._thought = {}
+            self.power.missed()
             return
         for answer in thought.answers:
             self._due = self._due and answer.kind != "rebalance"

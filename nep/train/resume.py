@@ -108,7 +108,7 @@ def check_resume(config: TrainConfig, subject: Subject) -> Manifest | None:
 def find_start(
     store: ControlStore, job: Job, config: TrainConfig, data: SampleSource, model: nn.Module
 ) -> tuple[Subject, Resumption | None]:
-    """What the job's checkpoints are of, and the one to begin with, if any. All slots call it.
+    """What the job's checkpoints are of, and the one to begin with, if any. All slots but spares call it.
 
     Raises:
         CannotResume: there are some, and none will do, or slots have different data; the job is over.
@@ -122,7 +122,7 @@ def find_start(
     subject = subject_of(config, data, model, model.parameter_lines())  # type: ignore[operator]
     try:
         require_same_data(store, job.slot, data.digest)
-        return subject, agree_on_checkpoint(store, job.slot, job.num_slots, config, subject, say)
+        return subject, agree_on_checkpoint(store, job.slot, job.num_slots - config.spares, config, subject, say)
     except ValueError as error:
         store.compare_and_set(end_key(), "", str(BAD_INPUT))
         if isinstance(error, CannotResume):

@@ -32,7 +32,6 @@ from nep.parallel.grad_sync import Reduction
 from nep.parallel.overlap import Overlap
 from nep.parallel.parallelize import parallelize
 from nep.parallel.state import SlotState
-from nep.planning.cluster import Cluster
 from nep.planning.layout import Lines
 from nep.planning.plan import Plan
 from nep.train.adjustments import Adjustment
@@ -41,11 +40,13 @@ from nep.train.boundary import Boundary
 from nep.train.checkpoints import STOPPED, Checkpoints
 from nep.train.config import TrainConfig
 from nep.train.data import SampleSource
+from nep.train.founding import founding_decision
 from nep.train.hooks import Hooks
 from nep.train.initialization import initial_units
 from nep.train.log import follow_generation
-from nep.train.make_run import make_run
+from nep.train.make_run import cluster_of, make_run
 from nep.train.preemption import Preemption
+from nep.train.protection import Protection
 from nep.train.resume import find_start, require_same_data, subject_of
 from nep.train.signals import StopSignals
 from nep.train.state_guard import StateGuard
@@ -80,6 +81,7 @@ class Trainer:
         self._recovery: Recovery | None = None  # one that has not led to a committed step yet
         self.recoveries: list[Recovery] = []
         self.full_size_s: list[float] = []  # from a loss until all slots of the job trained again
+        self.protection = Protection()
         self._short_since: float | None = None  # when the first slot was lost of those that are missing
         self._board: StepBoard
         self.generations: list[tuple[int, int, tuple[int, ...], str]] = []  # number, step, slots, reason
@@ -136,7 +138,8 @@ class Trainer:
         """
         torch.set_num_threads(1 if job.slots_per_node > 1 else torch.get_num_threads())
         store = job.connect()
-        first = self._found(job, store) if job.incarnation == 1 else None
+        in_reserve = job.slot >= job.num_slots - self.config.spares
+        first = self._found(job, store) if job.incarnation == 1 and not in_reserve else None
         try:
             with self._signals.caught(stop=self.config.checkpoint_dir is not None):
                 self._live(first or self._come_back(job, store))
@@ -204,21 +207,9 @@ class Trainer:
         self._subject, start = find_start(store, job, self.config, self.data, self._make_model())
         step = 0 if start is None else start.step
         lines = self._make_model().parameter_lines()  # type: ignore[operator]
-        cluster = Cluster.uniform(job.num_slots, job.slots_per_node)
-        mine = self.config.first_plan(cluster, lines)
-        decision = Decision(
-            generation=1,
-            members=tuple(range(job.num_slots)),
-            committed=step,
-            result=None,
-            result_slots=(),
-            layout=mine.number,
-            layout_digest=mine.digest,
-            action="continue",
-            plan=mine.canonical_json(),
-            params_versions=dict.fromkeys(range(job.num_slots), step),
-            reason="start",
-        )
+        cluster = cluster_of(job, self.config.spares)
+        everybody = cluster.healthy
+        decision = founding_decision(self.config.first_plan(cluster, lines), everybody, step)
         written = Decision.from_json(store.compare_and_set(decision_key(1), "", decision.to_json()))
         assert written.plan is not None
         plan = Plan.from_json(written.plan)
@@ -241,7 +232,7 @@ class Trainer:
             self.resumed_step, self.validation_losses = start.step, start.validation_losses
             if job.slot == 0:
                 print("\n".join(start.text(self.config)), flush=True)
-        wait_for_everybody(store, job.slot, job.num_slots, self.run_state.recipe.timeouts.start_s, self._remind)
+        wait_for_everybody(store, job.slot, len(everybody), self.run_state.recipe.timeouts.start_s, self._remind)
         return written
 
     def _come_back(self, job: Job, store: ControlStore) -> Decision:
@@ -257,7 +248,7 @@ class Trainer:
         self._prepare(job, store, lines, state, Progress(slot=job.slot, layout=NO_LAYOUT, layout_digest=""))
         run = self.run_state
         log.info("trainer %d of this slot is ready and waits to be a member", job.incarnation)
-        decision = join_job(store, job.slot, job.incarnation, run.requests, first)
+        decision = join_job(store, job.slot, job.incarnation, run.requests, first, run.wanted_members)
         # All that are in effect: with fewer in its votes, the others would fall back to what was asked before.
         run.requests.read(store)
         assert decision.origin is not None
@@ -276,6 +267,7 @@ class Trainer:
             validation_losses=self.validation_losses,
             full_size_s=self.full_size_s,
             short_since=self._short_since,
+            protection=self.protection,
             resumed_step=self.resumed_step,
             stopping=self.run_state.stopping,
             first_plan=self.plans[0].canonical_json() if self.plans else "",
@@ -288,6 +280,7 @@ class Trainer:
         self.generations, self.recoveries = story.generations, story.recoveries
         self.validation_losses, self.full_size_s = story.validation_losses, story.full_size_s
         self._short_since, self.resumed_step = story.short_since, story.resumed_step
+        self.protection = story.protection
         self.run_state.stopping = story.stopping
         self.balance.adjustments = [Adjustment.from_json(one) for one in story.adjustments]
         self.plans = [Plan.from_json(story.first_plan)] if story.first_plan else []
@@ -339,6 +332,10 @@ class Trainer:
         )
         prepare_model(self.model, self.config, run.routing, self._sum_over_job)
         self._overlap = Overlap(self.model, run.sync.grads)
+        lost_at_s = self._recovery.started_at if self._recovery is not None else None
+        line = self.protection.observe(self.plan, run.recipe.lines, step=self.step, lost_at_s=lost_at_s)
+        if line is not None:
+            self._remind(line)
         self.plans.append(self.plan)
         self._alerts.look(run, self.generations[-1][3])
         self.hooks.on_plan(self, self.plan)
@@ -403,7 +400,10 @@ class Trainer:
         """For `nep status`."""
         if self.reports:
             last = self.run_state.history.steps[-1]
-            self._board.tell(step=last.step, steps=self.config.steps, loss=last.loss, time=time.time())
+            unprotected = self.protection.since_step
+            self._board.tell(
+                step=last.step, steps=self.config.steps, loss=last.loss, time=time.time(), unprotected=unprotected
+            )
 
     def _resumed(self) -> None:
         """The first step after a recovery is committed (or there is none left to do)."""
@@ -419,7 +419,7 @@ class Trainer:
                 self.recoveries.append(recovery)
             if recovery.failed_slots and self._short_since is None:
                 self._short_since = recovery.started_at
-            if self._short_since is not None and len(self.members) == self.run_state.job.num_slots:
+            if self._short_since is not None and len(self.members) == self.run_state.wanted_members:
                 self.full_size_s.append(recovery.resumed_at - self._short_since)
                 self._short_since = None
             self.hooks.on_recovery(self, recovery)

@@ -51,6 +51,7 @@ class SmallJob:
         outcome = run_job(num_slots, [*self.common(), *arguments], folder, launcher=launcher, script=script)
         if check:
             assert outcome.returncode == 0, outcome.output
+            assert not outcome.orphans, outcome.output
             self.check(outcome)
         return outcome
 

@@ -19,11 +19,12 @@ from nep.planning.plan import Plan
 from nep.planning.planner import plan_after_failure, plan_from_scratch, plan_mirrors
 from nep.planning.shapes import parameter_lines
 from nep.testing.parity import Phase, Training, check_agreement
+from nep.testing.reference import ReferenceRun
 from nep.testing.threads import ThreadSlot, run_slots
 from nep.train.config import TrainConfig
 from tests.multirank.steps import BATCH
 from tests.multirank.test_training import FINE
-from tests.multirank.training import OPTIMIZER, STEPS, make_training
+from tests.multirank.training import OPTIMIZER, STEPS, assert_equals, make_training, reference_of
 
 SHAPE = dataclasses.replace(FINE, num_layers=2, num_dense_layers=0, dense_ffn_hidden_size=0)
 LINES = parameter_lines(SHAPE)
@@ -41,6 +42,12 @@ def flip(part: Part, kind: str = "params", *, bit: int = MANTISSA, name: str | N
         flip_bit(chosen, element, bit)
 
     return act
+
+
+@cache
+def reference() -> ReferenceRun:
+    """The same training by one process, in code that shares nothing with this one."""
+    return reference_of(training())
 
 
 def training(**changes: object) -> Training:
@@ -273,3 +280,27 @@ def test_a_skipped_step_is_no_alarm() -> None:
     for run in runs.values():
         assert [entry.skipped for entry in run.history.steps] == [False, True, False, False]
         assert run.history.corruptions == [] and run.integrity.checks == 4
+
+
+@pytest.mark.parametrize("saw_the_vote", [(1,), (0, 3)])
+def test_a_loss_is_no_alarm(saw_the_vote: tuple[int, ...]) -> None:
+    """Survivors replay the step, or some roll forward."""
+    what = training()
+    runs = what.run_with_loss(PLANS["two replicas"], AFTER, 3, saw_the_vote)
+    assert all(run.history.corruptions == [] and run.integrity.checks >= STEPS for run in runs.values())
+    assert_equals(runs, reference())
+
+
+@pytest.mark.parametrize(("bit", "named"), [(MANTISSA, None), (EXPONENT, 2)])
+def test_a_slot_is_lost_before_the_vote_is_seen(bit: int, named: int | None) -> None:
+    """The survivors' state is another one and has no seal of the time before; what differs, they find in the replay."""
+    what, act = training(), flip("mirrored", "master", bit=bit, name="embedding.weight")
+
+    def meddle(run: SlotRun, phase: str, step: int) -> None:
+        if (run.slot, phase, step) == (2, "backward", 3):
+            act(run)
+
+    runs = what.run_with_loss(PLANS["two replicas"], AFTER, 3, (), meddle)
+    (one,) = found(runs)
+    assert (one.step, one.slot, one.kind) == (3, named, "master")
+    assert_equals(runs, reference())

@@ -72,7 +72,8 @@ class _Model(torch.nn.Module):
 def test_a_fault_in_backward_leaves_no_cycle_that_keeps_the_old_state(no_collector: None) -> None:
     model, sync = _Model(), _sync()
     overlap = Overlap(model, sync.grads)
-    reduction = Reduction(sync, None, None, lambda phase: None, overlap.collect)  # type: ignore[arg-type]
+    waiter = SimpleNamespace(watches=[])
+    reduction = Reduction(sync, None, waiter, lambda phase: None, overlap.collect)  # type: ignore[arg-type]
     batch = torch.zeros(1, 2, dtype=torch.int64).numpy()
     data = SimpleNamespace(train_batch=lambda first, size: (batch, batch))
     with pytest.raises(Fault):
@@ -86,6 +87,7 @@ def test_a_fault_in_backward_leaves_no_cycle_that_keeps_the_old_state(no_collect
             micro_batch_size=1,
             probe=lambda phase: None,
         )
+    assert not waiter.watches, "no clock is left behind"
     alive = weakref.ref(reduction)
     del reduction
     assert alive() is None

@@ -23,6 +23,7 @@ ON_HOST = {
     ("nep/moe/routing_state.py", "load"): "bytes, copied to the device by copy_",
     ("nep/parallel/copies.py", "__init__"): "numpy's, used with the one below",
     ("nep/parallel/copies.py", "narrow"): "made on the host with numpy, moved before it is indexed with tokens",
+    ("nep/parallel/state_hash.py", "units_of"): "numbers of units; hashes are compared on the host",
     ("nep/parallel/tensor_parallel.py", "local_rows"): "moved by who asks for it",
 }
 

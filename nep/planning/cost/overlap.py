@@ -1,11 +1,11 @@
 """What gradient sums and returning parameters cost when they travel beside products: the part that sticks out.
 
 The transfers are cut into buckets by layer (`nep.parallel.grad_sync`, `Reduction` and `Return`). Sums of a bucket leave
-when its layer's backward is over. When those of the next one leave, the host waits for them, sends the finished ones
-on to the mirrors and waits for the mirrored ones of the bucket before; nothing else starts meanwhile. Everybody waits
-for everybody's sums, so replicas go through the last backward layer by layer together, and a bucket costs what its
-busiest slot takes: seldom the same one in two layers. Parameters come back in the order of the forward, two buckets
-in flight.
+when its layer's backward is over; the host has waited for the mirrors of the bucket before last by then. Next it waits
+for the sums of the bucket before, and sends the finished ones on to the mirrors; nothing else starts meanwhile.
+Everybody waits for everybody's sums, so replicas go through the last backward layer by layer together, and a bucket
+costs what its busiest slot takes: seldom the same one in two layers. Parameters come back in the order of the forward,
+two buckets in flight.
 
 Shapes: s slots of the plan.
 """
@@ -138,17 +138,18 @@ def exposed_sums(buckets: Sequence[BucketSeconds], layer_s: Floats, starts: Floa
     mirrored = np.zeros_like(starts)
 
     def send_on() -> None:
-        """Wait for the sums of the oldest bucket, mirror them, wait for the mirrors of the one before."""
+        """Wait for the sums of the oldest bucket and the mirrors of the one before, then mirror them."""
         nonlocal host, link, mirrored
         come, seconds = summed.pop(0)
-        host = np.maximum(host, come)
+        host = np.maximum(host, np.maximum(come, mirrored))
         link = np.maximum(host, link) + seconds
-        host = np.maximum(host, mirrored)
         mirrored = link
 
     for index, bucket in enumerate(reversed(buckets)):
         if 0 < index < len(buckets) - 1:
             host = host + layer_s
+        # Two buckets' messages in memory, no more: the mirrors of the one before last have to be gone.
+        host = np.maximum(host, mirrored)
         link = np.maximum(host, link) + bucket.sums
         summed.append((float(link.max()), bucket.mirrors))
         if len(summed) > 1:

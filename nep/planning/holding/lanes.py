@@ -70,12 +70,15 @@ def batch_choices(
     ]
 
 
-def share_by_pace(lanes: Sequence[Lane], seconds: Sequence[float]) -> tuple[Lane, ...]:
+def share_by_pace(
+    lanes: Sequence[Lane], seconds: Sequence[float], weights: Sequence[int] | None = None
+) -> tuple[Lane, ...]:
     """Shares the batch so that replicas which are cut differently would take equally long.
 
     Args:
         lanes: with the shares that `seconds` were predicted for.
         seconds: what each replica takes for its share; one without sequences gets none.
+        weights: of the lanes inside their replicas; None: their slots.
     """
     sequences = [0] * len(seconds)
     for lane in lanes:
@@ -86,10 +89,12 @@ def share_by_pace(lanes: Sequence[Lane], seconds: Sequence[float]) -> tuple[Lane
     if fastest == 0.0:
         return tuple(lanes)
     shares = split_sequences(sum(sequences), [round(pace / fastest * 1_000_000_000) for pace in paces])
-    return _share_in_replicas(lanes, shares)
+    return share_in_replicas(lanes, shares, weights)
 
 
-def fill_rounds(lanes: Sequence[Lane], seconds: Sequence[float], micro_batch_size: int) -> tuple[Lane, ...]:
+def fill_rounds(
+    lanes: Sequence[Lane], seconds: Sequence[float], micro_batch_size: int, weights: Sequence[int] | None = None
+) -> tuple[Lane, ...]:
     """Takes from the slowest replicas their last round, if it is not full, and gives it to the fastest others.
 
     A round of few sequences takes nearly as long as a full one where the slots that have some must send them all
@@ -99,6 +104,7 @@ def fill_rounds(lanes: Sequence[Lane], seconds: Sequence[float], micro_batch_siz
         lanes: with the shares that `seconds` were predicted for.
         seconds: what each replica takes for its share.
         micro_batch_size: sequences that a lane runs at a time.
+        weights: see `share_by_pace`.
     """
     widths, sequences = [0] * len(seconds), [0] * len(seconds)
     for lane in lanes:
@@ -125,21 +131,44 @@ def fill_rounds(lanes: Sequence[Lane], seconds: Sequence[float], micro_batch_siz
             more = min(left, widths[index])
             sequences[index] += more
             left -= more
-    return _share_in_replicas(lanes, sequences)
+    return share_in_replicas(lanes, sequences, weights)
 
 
-def _share_in_replicas(lanes: Sequence[Lane], sequences: Sequence[int]) -> tuple[Lane, ...]:
-    """The lanes with these sequences of each replica, shared out by their slots."""
+def share_in_replicas(
+    lanes: Sequence[Lane], sequences: Sequence[int], weights: Sequence[int] | None = None
+) -> tuple[Lane, ...]:
+    """The lanes with these sequences of each replica, shared out by weights (none, or nothing but zeros: by slots)."""
+    sizes = [len(lane.slots) for lane in lanes]
     members: dict[int, list[int]] = {}
     for index, lane in enumerate(lanes):
         members.setdefault(lane.replica, []).append(index)
     shared = list(lanes)
     for replica, indices in members.items():
-        parts = split_sequences(sequences[replica], [len(lanes[index].slots) for index in indices])
+        inside = [(weights or sizes)[index] for index in indices]
+        parts = split_sequences(sequences[replica], inside if any(inside) else [sizes[index] for index in indices])
         for index, part in zip(indices, parts, strict=True):
             if part != lanes[index].num_sequences:
                 shared[index] = replace(lanes[index], num_sequences=part)
     return tuple(shared)
+
+
+def weights_of(lanes: Sequence[Lane], speeds_ppm: Mapping[int, int]) -> list[int]:
+    """What the replicas' shares follow inside them, but for rounding: slots, speeds, or neither (the shares then)."""
+    members: dict[int, list[int]] = {}
+    for index, lane in enumerate(lanes):
+        members.setdefault(lane.replica, []).append(index)
+    sizes = [len(lane.slots) for lane in lanes]
+    speeds = [sum(speeds_ppm[slot] for slot in lane.slots) for lane in lanes]
+    found = [lane.num_sequences for lane in lanes]
+    for indices in members.values():
+        shares = [lanes[index].num_sequences for index in indices]
+        for weights in (sizes, speeds):
+            parts = split_sequences(sum(shares), [weights[index] for index in indices])
+            if all(abs(share - part) <= 1 for share, part in zip(shares, parts, strict=True)):
+                for index in indices:
+                    found[index] = weights[index]
+                break
+    return found
 
 
 def form_lanes(

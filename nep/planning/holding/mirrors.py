@@ -3,14 +3,14 @@
 Who is whose partner is decided in `nep.planning.holding.pairing`; here that becomes a layout.
 """
 
-from collections.abc import Collection, Iterable, Mapping
+from collections.abc import Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 
 import numpy as np
 from numpy.typing import NDArray
 
 from nep.planning.cluster import Cluster
-from nep.planning.holding.assignment import Assigned
+from nep.planning.holding.assignment import Assigned, deal
 from nep.planning.holding.pairing import pair_up
 from nep.planning.intervals import Interval, Intervals, count_units, intersect, normalize, subtract
 from nep.planning.layout import Layout, Lines, axis_unit_numel
@@ -203,22 +203,68 @@ class _Rooms:
         return keeping
 
     def fill(self, rest: Mapping[str, Intervals], prefer: Collection[int]) -> None:
-        """Finds room for all of the rest."""
-        order = sorted(self._free, key=lambda slot: (slot not in prefer, -self._free[slot], slot))
+        """Finds room for all of the rest.
+
+        Slot after slot, so that few serve an owner; but of every axis each of them gets its part: a bucket of sums
+        is as slow as the slot that mirrors most of it.
+        """
+        need = sum(count_units(intervals) * self._sizes[axis] for axis, intervals in rest.items())
+        parts = self._parts(need, sorted(self._free, key=lambda slot: (slot not in prefer, -self._free[slot], slot)))
+        given, total = dict.fromkeys(self._free, 0), 0
         for axis, intervals in rest.items():
-            size = self._sizes[axis]
-            for lo, hi in intervals:
-                while lo < hi:
-                    slot = next((slot for slot in order if self._free[slot] >= size), -1)
-                    stop = min(hi, lo + self._free[slot] // size) if slot >= 0 else hi
-                    if slot < 0:  # full everywhere, by mirrors that cannot move: over the limit then
-                        slot = max(order, key=lambda slot: (self._free[slot], -slot))
-                    self._give(axis, slot, lo, stop)
-                    lo = stop
+            size, units = self._sizes[axis], count_units(intervals)
+            if not units:
+                continue
+            total += units * size
+            short = {slot: part * total // need - given[slot] for slot, part in parts.items()}
+            counts = _whole_units(short, {slot: free // size for slot, free in self._free.items()}, units, size)
+            for slot, (lo, hi) in deal(intervals, counts.items()):
+                self._give(axis, slot, lo, hi)
+                given[slot] += (hi - lo) * size
+
+    def _parts(self, need: int, order: Sequence[int]) -> dict[int, int]:
+        """How much of the need each slot takes, in this order; more than there is room for if all are full."""
+        parts: dict[int, int] = {}
+        for slot in order:
+            part = min(need, self._free[slot])
+            if part > 0:
+                parts[slot] = part
+                need -= part
+        if need:  # full everywhere, by mirrors that cannot move: over the limit then
+            slot = max(order, key=lambda slot: (self._free[slot] - parts.get(slot, 0), -slot))
+            parts[slot] = parts.get(slot, 0) + need
+        return parts
 
     def _give(self, axis: str, slot: int, lo: int, hi: int) -> None:
         self.assigned.setdefault(axis, {}).setdefault(slot, []).append((lo, hi))
         self._free[slot] -= (hi - lo) * self._sizes[axis]
+
+
+def _whole_units(short: Mapping[int, int], rooms: Mapping[int, int], units: int, size: int) -> dict[int, int]:
+    """Shares out units of one size to slots that are short of so much, in whole ones.
+
+    Args:
+        short: slot -> elements that it should get.
+        rooms: slot -> units that it has room for; also slots that need not get any.
+        units: to share out. Only where no slot has room does one get more than that.
+        size: elements of a unit.
+    """
+    counts = dict.fromkeys(rooms, 0)
+    for slot, missing in short.items():
+        counts[slot] = max(0, min(missing // size, rooms[slot], units))
+        units -= counts[slot]
+    while units:
+        left = {slot: rooms[slot] - counts[slot] for slot in rooms}
+        open_to = [slot for slot in short if left[slot] > 0] or [slot for slot in rooms if left[slot] > 0]
+        if not open_to:  # full everywhere, by mirrors that cannot move
+            counts[max(rooms, key=lambda slot: (left[slot], -slot))] += units
+            break
+        # Whoever is short of most gets the next one, or all that are left if nobody else can take any.
+        slot = max(open_to, key=lambda slot: (short.get(slot, 0) - counts[slot] * size, -slot))
+        more = 1 if len(open_to) > 1 else min(units, left[slot])
+        counts[slot] += more
+        units -= more
+    return {slot: count for slot, count in counts.items() if count}
 
 
 def _cuts(

@@ -119,8 +119,9 @@ def text(result: Result) -> str:
     """A line for each case."""
     lines = [f"{result.series}: {result.jobs} jobs, {result.seconds:.0f} s"]
     for verdict in result.verdicts:
+        good = "not played: nobody qualifies" if verdict.not_played else "as promised"
         times = "" if verdict.answered_s is None else f"{verdict.answered_s:.2f} s"
-        lines.append(f"  {verdict.case.name:50} {times:8} {'; '.join(verdict.wrong) or 'as promised'}")
+        lines.append(f"  {verdict.case.name:50} {times:8} {'; '.join(verdict.wrong) or good}")
     return "\n".join(lines)
 
 

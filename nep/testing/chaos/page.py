@@ -76,10 +76,14 @@ def page(results: Sequence[Result]) -> str:
 
 def _summary(results: Sequence[Result]) -> str:
     verdicts = [verdict for one in results for verdict in one.verdicts]
+    left = [verdict for verdict in verdicts if verdict.not_played]
+    verdicts = [verdict for verdict in verdicts if not verdict.not_played]
     good = sum(not verdict.wrong for verdict in verdicts)
     planned = sum(len(one.cases) for one in matrix())
     kept = [verdict for verdict in verdicts if not verdict.case.ends_job and verdict.answered_s is not None]
     text = f"**{good} of {len(verdicts)} cases played came out as promised** (the matrix has {planned})."
+    if left:
+        text += f" {len(left)} could not be played: in the plan in force no such slots could be lost together."
     for name, chosen in (
         ("Kills, exits and exceptions", [one for one in kept if not one.case.is_hang]),
         ("Hangs", [one for one in kept if one.case.is_hang]),
@@ -109,6 +113,7 @@ def _table(results: Iterable[Result], cell: Mapping[str, str] | object) -> str:
 
 def _seconds(seconds: float | None, verdict: Verdict) -> str:
     text = "no loss" if seconds is None else f"{seconds:.2f}"
+    text = "nobody" if verdict.not_played else text
     return f"**{text}** (!)" if verdict.wrong else text
 
 

@@ -75,7 +75,7 @@ class Chaos:
         number, phase = case.step // SPACING, PHASES[case.phase]
         victims = choose(plan, lines, case.victims, number)
         if not victims:
-            self.note("refused", case=case.name, why="no slots qualify in this plan")
+            self.note("nobody", case=case.name)
             return {}
         roles = dict.fromkeys(victims, (case.kind, phase))
         if phase == "recover":
@@ -92,8 +92,10 @@ class Chaos:
         return roles
 
     def is_whole(self) -> bool:
-        """Whether every slot trains or waits to be let in."""
+        """Whether every slot trains or waits to be let in; nobody is waited for when the job is to stop."""
         run = self.run
+        if run.stop_requested():
+            return True
         run.requests.read(run.store)
         waiting = returners(run.requests.known, run.considered)
         return len({*run.current.members, *waiting}) == run.job.num_slots

@@ -25,6 +25,7 @@ class Verdict:
             cost nothing.
         full_size_s: from the first failure until all slots trained again.
         resumed_step: where the next job went on, of the step that the failure was in.
+        not_played: in the plan in force no slots qualified: of two replicas, every two may be owner and mirror.
         wrong: what was promised and did not come true, empty if all did.
     """
 
@@ -36,6 +37,7 @@ class Verdict:
     answered_s: float | None = None
     full_size_s: float | None = None
     resumed_step: int | None = None
+    not_played: bool = False
     wrong: list[str] = field(default_factory=list)
 
     @property
@@ -91,6 +93,8 @@ def _failures(case: Case, job: Played, verdict: Verdict) -> list[dict[str, Any]]
         if missing:
             verdict.wrong.append(f"the failure of slots {sorted(missing)} did not fire")
         verdict.slots = list(chosen["victims"])
+    elif next(job.of("nobody", case.name), None) is not None:
+        verdict.not_played = True
     elif not verdict.wrong:
         verdict.wrong.append("it was not come to")
     return failures

@@ -23,6 +23,8 @@ from nep.testing.recovery_bench.journal import Events, Mark, Marks, Reader
 
 _LOOK_S = 0.05
 _WARM_STEPS = 8
+_DRAWS = 30
+_REDRAW_S = 0.2
 _REST_STEPS = 3  # that all ranks train together between a return and the pause before the next kill
 
 
@@ -65,8 +67,10 @@ def play(job: MeasuredJob, pace: Pace, say: Callable[[int], None]) -> tuple[Figu
         _wait(job, reader, lambda: _is_warm(job, reader), pace.start_s, "does not train")
         for number in range(pace.kills):
             say(number)
+            rank = rng.randrange(job.num_ranks)
             time.sleep(rng.uniform(0, pace.pause_s))
-            kill = _kill(job, reader, rng.randrange(job.num_ranks))
+            redraw(job.work.folder, rank, number % 2 == 0, rng)
+            kill = _kill(job, reader, rank)
             kills.append(kill)
             job.replace(kill.rank)
             what = f"has not come back after kill {number + 1} (rank {kill.rank})"
@@ -76,6 +80,16 @@ def play(job: MeasuredJob, pace: Pace, say: Callable[[int], None]) -> tuple[Figu
         return Figures.of(events, kills, job.num_ranks), events
     finally:
         job.stop()
+
+
+def redraw(folder: Path, rank: int, waiting: bool, rng: random.Random) -> None:
+    """Draw moments until the rank is inside a collective, or is not, as wanted: so there are kills of both kinds. Each
+    moment is as random as the first; what the mark says after the kill is what counts."""
+    for _ in range(_DRAWS):
+        mark = _mark(folder, rank)
+        if mark is None or mark.waiting is waiting:
+            return
+        time.sleep(rng.uniform(0, _REDRAW_S))
 
 
 def _kill(job: MeasuredJob, reader: Reader, rank: int) -> Kill:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
@@ -9,6 +10,7 @@ from typing import Any
 from nep.fault_tolerance.timeline import PHASES
 
 BEGIN, END = "<!-- results: written by scripts/bench_recovery.py --page -->", "<!-- end of results -->"
+_LOAD = re.compile(r", load ([0-9.]+)")  # in a machine's text
 _PLACES = (("inside_collective", "inside a collective"), ("between_collectives", "between two"))
 
 
@@ -35,7 +37,7 @@ def markdown(report: Mapping[str, Any]) -> str:
 
 
 def _from(report: Mapping[str, Any], results: Sequence[Mapping[str, Any]]) -> str:
-    machines = sorted({one["machine"] for one in results})
+    machines = sorted({_LOAD.sub("", one["machine"]) for one in results})
     when = sorted(one["when"] for one in results)
     days = f"{when[0]} to {when[-1]}" if when else "nothing is measured"
     return f"**{days}**, commit {report['commit']}. " + "; ".join(machines) + "."
@@ -45,13 +47,26 @@ def _main(results: Sequence[Mapping[str, Any]]) -> str:
     rows = []
     for one in results:
         if "failed" in one:
-            rows.append((one["kind"], one["ranks"], str(one["failed"]).splitlines()[0], *[""] * 8))
+            rows.append((one["kind"], one["ranks"], str(one["failed"]).splitlines()[0], *[""] * 9))
             continue
         times = (one["recovery_s"]["p50"], one["recovery_s"]["p95"], one["recovery_less_step_s"]["p50"])
         times += (one["caught_up_s"]["p50"], one["full_size_s"]["p50"])
         each = [f"{one[name] / one['kills']:.1f}" for name in ("undone_steps", "dropped_steps")]
-        rows.append((one["kind"], one["ranks"], one["kills"], f"{one['step_s']:.3f}", *map(_s, times), *each))
-    head = ("", "ranks", "kills", "step s", "`recovery_s` p50", "p95", "less a step", "new step", "`full_size_s`")
+        load = _LOAD.search(one["machine"])
+        facts = (one["kind"], one["ranks"], one["kills"], load[1] if load else "-", f"{one['step_s']:.3f}")
+        rows.append((*facts, *map(_s, times), *each))
+    head = (
+        "",
+        "ranks",
+        "kills",
+        "load",
+        "step s",
+        "`recovery_s` p50",
+        "p95",
+        "less a step",
+        "new step",
+        "`full_size_s`",
+    )
     return _table((*head, "steps undone", "dropped"), rows)
 
 

@@ -1,14 +1,17 @@
 """Reading a launcher's environment."""
 
+import dataclasses
 from pathlib import Path
 
 import pytest
 
 from nep.fault_tolerance.environment import (
+    environment_to_join,
     job_from_environment,
     nccl_variables,
     prepare_nccl,
     single_process_job,
+    speaks,
 )
 
 # As torchrun 2.13 sets it for the second of two nodes with two workers each.
@@ -65,6 +68,15 @@ def test_a_store_inside_a_worker_is_refused(tmp_path: Path, agent_store: str | N
 def test_malformed_numbers_are_named(tmp_path: Path) -> None:
     with pytest.raises(ValueError, match=r'WORLD_SIZE \("four"\) must be an integer'):
         job_from_environment(run_dir=tmp_path, environ={**TORCHRUN, "WORLD_SIZE": "four"})
+
+
+def test_a_slot_that_is_brought_back_has_the_place_that_it_had(tmp_path: Path) -> None:
+    environ = environment_to_join(3, num_slots=4, slots_per_node=2, run_id="abc", attempt=2, address="[::1]:29511")
+    spec = job_from_environment(run_dir=tmp_path, environ=environ)
+    assert spec is not None and spec.joins and speaks(environ)
+    first = job_from_environment(run_dir=tmp_path, environ={**TORCHRUN, "MASTER_ADDR": "::1"})
+    assert first is not None and not first.joins and not speaks(TORCHRUN)
+    assert dataclasses.replace(spec, joins=False) == first
 
 
 def test_nccl_is_told_what_is_not_set_yet() -> None:

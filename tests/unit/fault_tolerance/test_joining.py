@@ -62,7 +62,7 @@ def job(opened: list[ControlStore], request: pytest.FixtureRequest) -> Iterator[
     store, mine = (connection.at_prefix(f"{request.node.name}/") for connection in opened)
     store.set(decision_key(1), decision(1, (0, 1, 2), {}).to_json())
     with ThreadPoolExecutor(1) as pool:
-        yield Job(store, pool.submit(lambda: join_job(mine, 2, 2, Requests(), first_decision(mine, LIMIT_S))))
+        yield Job(store, pool.submit(lambda: join_job(mine, 2, 2, Requests(), first_decision(mine, LIMIT_S), 3)))
 
 
 def test_it_waits_for_a_decision_that_names_its_incarnation(job: Job) -> None:
@@ -131,3 +131,11 @@ def test_there_may_be_nobody_left(job: Job) -> None:
 def test_a_job_without_a_plan(opened: list[ControlStore], capfd: pytest.CaptureFixture[str]) -> None:
     with pytest.raises(RuntimeError, match=r"no plan was made within 0\.01 s"):
         first_decision(opened[0].at_prefix("empty/"), 0.01)
+
+
+def test_while_enough_others_train_it_is_a_spare_and_does_not_ask_again(job: Job) -> None:
+    job.decide(2, (0, 1, 3), {}, request=1)
+    time.sleep(0.6)
+    assert not job.store.exists(request_key(2)) and not job.joining.done()
+    job.decide(3, (0, 1, 2), {2: 2}, request=1)
+    assert job.joining.result(LIMIT_S).generation == 3

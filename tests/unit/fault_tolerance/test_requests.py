@@ -9,7 +9,16 @@ import pytest
 import torch.distributed as dist
 
 from nep.fault_tolerance.control_store import ControlStore, request_key
-from nep.fault_tolerance.requests import Request, Requests, drained, incarnation_of, leaving, returners
+from nep.fault_tolerance.requests import (
+    Request,
+    Requests,
+    drained,
+    incarnation_of,
+    leaving,
+    returners,
+    standing,
+    taken_in,
+)
 
 
 def asked(*words: str) -> list[Request]:
@@ -82,3 +91,22 @@ def test_who_waits_and_was_not_answered_yet() -> None:
 
 def test_the_first_trainer_is_meant_where_nothing_is_said() -> None:
     assert (incarnation_of({2: 3}, 2), incarnation_of({2: 3}, 1)) == (3, 1)
+
+
+def test_a_drain_of_one_trainer_ends_with_the_next() -> None:
+    """A node that is about to go drains its trainers; an operator's word stands above that."""
+    assert drained(asked("drain 1 2", "join 1 2")) == {1}
+    assert drained(asked("drain 1 2", "join 1 3")) == frozenset()
+    assert drained(asked("drain 1 2", "undrain 1")) == frozenset()
+    assert drained(asked("drain 1", "drain 1 2", "join 1 3")) == {1}
+    assert drained(asked("drain 1 2", "drain 1", "join 1 3")) == {1}
+
+
+def test_as_many_come_as_are_missing_in_the_order_in_which_they_asked() -> None:
+    requests = asked("join 4 1", "join 2 2", "join 3 2", "drain 3", "join 5 1", "join 4 2")
+    waiting = standing(requests)
+    assert list(waiting.items()) == [(2, 2), (5, 1), (4, 2)], "a spare that died and came back is the last again"
+    assert taken_in(waiting, (0, 1), 4) == {2: 2, 5: 1}
+    assert taken_in(waiting, (0, 1, 2), 4) == {5: 1}
+    assert taken_in(waiting, (0, 1, 2, 3), 4) == {}
+    assert taken_in(waiting, (0,), 9) == waiting

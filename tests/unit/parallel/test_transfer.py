@@ -114,6 +114,8 @@ def test_only_the_pieces_of_the_slot_are_needed(source: Layout, target: Layout, 
 class Mail:
     """A communicator of one thread: what a slot sends lies here until its peer receives it."""
 
+    device = torch.device("cpu")
+
     def __init__(self, letters: Mapping[int, torch.Tensor], slot: int):
         self.letters = letters
         self.slot = slot

@@ -48,3 +48,11 @@ def test_impossible_slots_are_refused() -> None:
         Cluster.uniform(2, 2).restrict([7])
     with pytest.raises(ValueError, match=r"num_slots \(0\).*slots_per_node \(0\)"):
         Cluster.uniform(0, 0)
+
+
+def test_a_node_of_spares_is_no_fault_domain() -> None:
+    """A mirror cannot lie there, so the slots of the other node must be told apart."""
+    cluster = Cluster.uniform(4, 2).with_health([2, 3], "spare")
+    assert cluster.domains == {0: 0, 1: 1, 2: 2, 3: 3}
+    assert cluster.with_health([2], "healthy").domains == {0: 0, 1: 0, 2: 1, 3: 1}
+    assert cluster.healthy == (0, 1)

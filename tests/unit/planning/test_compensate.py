@@ -11,7 +11,8 @@ from nep.planning.cluster import Cluster
 from nep.planning.compensate import LEVERS, Compensation, compensate, merge_replicas
 from nep.planning.cost.hardware import HardwareProfile, Link
 from nep.planning.cost.workload import Workload
-from nep.planning.plan import Plan
+from nep.planning.holding.lanes import share_by_pace
+from nep.planning.plan import Lane, Plan
 from nep.planning.planner import plan_from_scratch
 from nep.planning.power import PowerSlot
 from nep.planning.power_boost import PowerBoost
@@ -155,3 +156,22 @@ def test_watts_of_the_domain_help_the_slow_slot() -> None:
     assert found.after_s < compensate(request(1, {3: 0.8})).after_s
     full = PowerBoost([board(slot, 700) for slot in range(SLOTS)], budgets_w={0: 8 * 700})
     assert compensate(request(1, {3: 0.8}), boost=full).speeds_ppm[3] <= 801_000
+
+
+def test_replicas_keep_pace_with_each_other_and_their_lanes_with_their_slots() -> None:
+    """The replica with the slow slot hands sequences to the other one, the slow slot most of them."""
+    found = compensate(request(2, {3: 2 / 3}), levers=("batch", "cuts"))
+    lanes = {lane.slots[0]: lane.num_sequences for lane in found.plan.lanes}
+    assert sum(lanes[slot] for slot in range(4)) < 0.96 * sum(lanes[slot] for slot in range(4, 8))
+    assert lanes[3] == pytest.approx(lanes[0] * 2 / 3, abs=2.5)
+    assert found.ideal_s / found.after_s > 0.95
+
+
+def test_a_batch_is_shared_by_pace_in_the_proportions_of_now() -> None:
+    lanes = tuple(Lane(slot // 2, (slot,), share) for slot, share in enumerate((8, 4, 6, 6)))
+    even = share_by_pace(lanes, (2.0, 1.0))
+    kept = share_by_pace(lanes, (2.0, 1.0), [8, 4, 6, 6])
+    assert [lane.num_sequences for lane in even] == [4, 4, 8, 8]
+    assert [lane.num_sequences for lane in kept] == [6, 2, 8, 8]
+    empty = tuple(replace(lane, num_sequences=share) for lane, share in zip(lanes, (0, 0, 6, 6), strict=True))
+    assert sum(lane.num_sequences for lane in share_by_pace(empty, (0.0, 1.0), [0, 0, 6, 6])) == 12

@@ -1,5 +1,7 @@
 """Slots that come back, one by one or together, checked unit by unit."""
 
+import itertools
+
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
@@ -7,7 +9,7 @@ from hypothesis import strategies as st
 from nep.planning.cluster import Cluster
 from nep.planning.layout import LineKind, axis_lines, axis_unit_numel
 from nep.planning.plan import Plan
-from nep.planning.planner import plan_after_failure, plan_from_scratch, plan_mirrors, plan_with_slots
+from nep.planning.planner import lost_intervals, plan_after_failure, plan_from_scratch, plan_mirrors, plan_with_slots
 from nep.planning.shapes import parameter_lines, preset
 from nep.planning.transfer import fetch
 from nep.planning.validation import check_plan
@@ -134,3 +136,31 @@ def test_nobody_has_come() -> None:
     assert plan_with_slots(plan, cluster, LINES) is plan
     with pytest.raises(ValueError, match=r"slots \[0\] of plan 3 are not healthy"):
         plan_with_slots(plan, cluster.fail([0]), LINES)
+
+
+@pytest.mark.parametrize("order", [((3,), (4,), (5,)), ((0, 1), (2,)), ((2,), (0, 1)), ((1,), (2,), (0,))])
+def test_a_replica_that_comes_back_bit_by_bit_is_on_its_node_again(order: tuple[tuple[int, ...], ...]) -> None:
+    """Else it would dispatch over the network, and the loss of a node could take an owner and its mirror."""
+    cluster = Cluster.uniform(6, 3)
+    plan = plan_from_scratch(cluster, LINES, num_replicas=2, global_batch_size=8)
+    cluster = cluster.fail([slot for slots in order for slot in slots])
+    plan = plan_mirrors(plan_after_failure(plan, cluster, LINES), cluster, LINES)
+    for slots in order:
+        cluster = cluster.with_health(slots, "healthy")
+        plan = plan_mirrors(plan_with_slots(plan, cluster, LINES, num_replicas=2), cluster, LINES)
+    assert {frozenset(replica) for replica in plan.replicas} == {frozenset((0, 1, 2)), frozenset((3, 4, 5))}
+    assert not lost_intervals(plan, [0, 1, 2], LINES) and not lost_intervals(plan, [3, 4, 5], LINES)
+
+
+def test_slots_of_two_replicas_come_back_to_their_nodes() -> None:
+    cluster = Cluster.uniform(6, 3)
+    plan = plan_from_scratch(cluster, LINES, num_replicas=2, global_batch_size=8)
+    without = cluster.fail([0, 1, 2])
+    plan = plan_mirrors(plan_after_failure(plan, without, LINES), without, LINES)
+    plan = plan_mirrors(plan_with_slots(plan, cluster, LINES, num_replicas=2), cluster, LINES)
+    assert plan.replicas == ((3, 4, 5), (0, 1, 2)), "not in the order of the slots"
+    for gone in itertools.product((0, 1, 2), (3, 4, 5)):
+        less = cluster.fail(gone)
+        short = plan_mirrors(plan_after_failure(plan, less, LINES), less, LINES)
+        after = plan_with_slots(short, cluster, LINES, num_replicas=2)
+        assert {frozenset(replica) for replica in after.replicas} == {frozenset((0, 1, 2)), frozenset((3, 4, 5))}

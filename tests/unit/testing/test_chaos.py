@@ -129,6 +129,12 @@ def test_a_broken_promise_is_named(kind: str, events: list[dict[str, Any]], chan
     assert wrong[0] == says if says else wrong == []
 
 
+def test_a_case_for_which_nobody_qualifies_is_no_success(tmp_path: Path) -> None:
+    job = played([{"event": "nobody", "case": "kill, vote, one", "time": 99.0}])
+    (verdict,) = judge(series("s", [("kill", "vote", "one")]), [job], TWIN)
+    assert verdict.not_played and not verdict.wrong
+
+
 def test_a_loss_that_differs_in_the_thirteenth_digit_is_found() -> None:
     losses = list(TWIN.losses)
     losses[6] *= 1 + 3e-12

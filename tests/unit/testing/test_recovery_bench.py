@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import random
 import signal
 from collections.abc import Iterator
 from pathlib import Path
@@ -15,7 +16,7 @@ from nep.fault_tolerance.timeline import PHASES
 from nep.testing.recovery_bench.compare import NEP_SPREAD, NEP_WHOLE, RESTART, TORCHFT_TUNED, Case, cases_of, measure
 from nep.testing.recovery_bench.figures import Figures, Kill, ledger
 from nep.testing.recovery_bench.journal import Event, Journal, Mark, Marks, Reader
-from nep.testing.recovery_bench.kills import Pace
+from nep.testing.recovery_bench.kills import Pace, redraw
 from nep.testing.recovery_bench.markdown import BEGIN, END, replace_results
 from nep.testing.recovery_bench.pages import broken_promises, picture, ratios, targets
 from nep.testing.recovery_bench.restart_worker import load, plain_job, save
@@ -121,6 +122,25 @@ def test_journal_and_mark_outlive_a_kill(tmp_path: Path) -> None:
     assert reader.look()[3][-1] == {"kind": "step", "t": 2}
     mark = Marks.read(tmp_path, 3)
     assert mark.waiting and mark.phase == "dispatch" and mark.what.startswith("the token counts of a dispatch")
+
+
+def test_moments_are_drawn_until_the_rank_is_where_it_is_wanted(tmp_path: Path) -> None:
+    marks, slept = Marks(tmp_path, 0), []
+
+    class Draws(random.Random):
+        def uniform(self, a: float, b: float) -> float:
+            slept.append(b)
+            if len(slept) == 3:
+                marks.enter("tokens")
+            return 0.0
+
+    redraw(tmp_path, 0, True, Draws())
+    assert len(slept) == 3
+    redraw(tmp_path, 0, True, Draws())
+    assert len(slept) == 3, "it is there already"
+    redraw(tmp_path, 0, False, Draws())
+    assert 3 < len(slept) < 100, "not for ever"
+    redraw(tmp_path, 1, True, Draws())  # a peer that marks nothing
 
 
 @pytest.fixture

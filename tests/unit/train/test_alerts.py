@@ -51,6 +51,7 @@ def a_run(store: _Store, slot: int = 0) -> Any:
     return SimpleNamespace(
         slot=slot,
         job=SimpleNamespace(num_slots=4, run_id="x"),
+        wanted_members=4,
         connections=SimpleNamespace(take=lambda: store),
         recipe=SimpleNamespace(lines=LINES),
         progress=SimpleNamespace(tx=3),

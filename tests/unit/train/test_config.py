@@ -168,3 +168,13 @@ def test_dtypes_by_name() -> None:
 def test_a_config_cannot_be_changed() -> None:
     with pytest.raises(dataclasses.FrozenInstanceError):
         TrainConfig().steps = 3  # type: ignore[misc]
+
+
+def test_spares_do_not_train() -> None:
+    shape = preset("debug")
+    TrainConfig(replicas=2, spares=1).check(shape, 3)
+    with pytest.raises(ValueError, match=r"replicas \(3\) need at least as many slots, and there are 2"):
+        TrainConfig(replicas=3, spares=1).check(shape, 3)
+    with pytest.raises(ValueError, match=r"spares \(3\) must be at least 0 and leave one of 3 slots"):
+        TrainConfig(spares=3).check(shape, 3)
+    TrainConfig(spares=1, failures=(Failure(slot=2, step=3),)).check(shape, 3)

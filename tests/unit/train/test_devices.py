@@ -117,6 +117,10 @@ class Nobody(Communicator):
         self.name, self.slots, self.rank, self.channel = "transfer", (0, 1), 0, None
         self.messages: list[torch.Tensor] = []
 
+    @property
+    def device(self) -> torch.device:
+        return META
+
     def exchange(self, sends: Any, receives: Any) -> Nothing:
         self.messages += [*sends.values(), *receives.values()]
         return Nothing()
@@ -140,11 +144,11 @@ def test_messages_and_a_moved_state_are_on_the_slots_device() -> None:
     )
     assert all_on(moved, META)
     assert nobody.messages and all(message.device == META for message in nobody.messages)
-    # What is kept on hosts travels from there.
+    # What is kept on hosts travels on the device, too.
     host = torch.zeros(3)
-    transfer = CompiledTransfer(slot=0, dtype=torch.float64, sends={}, receives={1: [host]}, local=([], []))
+    transfer = CompiledTransfer(slot=0, dtype=torch.float64, sends={1: [host]}, receives={1: [host]}, local=([], []))
     launch(transfer, nobody)
-    assert nobody.messages[-1].device == host.device
+    assert [message.device for message in nobody.messages[-2:]] == [META, META]
 
 
 def test_a_model_is_on_the_slots_device() -> None:

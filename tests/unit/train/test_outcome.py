@@ -29,6 +29,7 @@ from nep.train.adjustments import Adjustment
 from nep.train.config import TrainConfig
 from nep.train.data import expected_hash
 from nep.train.outcome import SCHEMA, outcome, write_json, write_loads, write_router_stats
+from nep.train.protection import Protection
 from nep.train.trainer import Trainer
 
 STEPS, BATCH = 3, 4
@@ -92,6 +93,7 @@ def make_trainer(**changes: Any) -> Trainer:
         "validation_losses": [5.5, 0.75],
         "generations": [(1, 0, (0, 1, 2), "start"), (2, 1, (0, 2), "slots [1] are dead")],
         "full_size_s": [2.5],
+        "protection": Protection(windows_s=[0.5]),
         "recoveries": [
             Recovery(failed_at=10.0, entered_at=10.1, agreed_at=10.2, rebuilt_at=10.4, moved_at=10.5, resumed_at=11.0)
         ],
@@ -133,6 +135,7 @@ def test_the_object_has_these_entries() -> None:
         "lost_samples": 0,
         "repeated_samples": 0,
         "full_size_s": [2.5],
+        "unprotected_s": [0.5],
         "corruptions": [
             {
                 "step": 2,

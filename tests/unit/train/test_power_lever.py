@@ -174,6 +174,9 @@ def test_all_slots_set_the_limits_of_a_plan_and_give_them_up_for_one_that_comes_
         lambda: boards[2].limit_w() == change.limits_w[2], lambda: [one.power.poll() for one in job.balances] and None
     )
     assert sum(board.limit_w() for board in boards[:3]) <= SLOTS * 700 - 150
+    assert job.trainers[1].run_state.cluster.speeds_ppm[2] > 1_000_000
+    job.balances[0].power.welcome()
+    assert job.trainers[0].run_state.cluster.speeds_ppm[2] == 1_000_000, "for the next plan"
     for trainer in job.trainers:
         trainer.members = (0, 1, 2, 3)
     job.generation = 3

@@ -47,10 +47,10 @@ class Store(dict[str, str]):
 class Job:
     """Four slots that commit steps without computing anything."""
 
-    def __init__(self, balance: BalanceConfig, replicas: int = 1, steps: int = 100) -> None:
+    def __init__(self, balance: BalanceConfig, replicas: int = 1, steps: int = 100, patience_s: float = 60.0) -> None:
         self.config = TrainConfig(
             steps=steps, replicas=replicas, global_batch_size=BATCH, micro_batch_size=4, seq_len=SEQ_LEN,
-            dtype="float64", balance=replace(balance, patience_s=60.0), timeout_base_s=600.0,
+            dtype="float64", balance=replace(balance, patience_s=patience_s), timeout_base_s=600.0,
         )  # fmt: skip
         self.plan = plan_from_scratch(
             Cluster.uniform(SLOTS, SLOTS), LINES, num_replicas=replicas, global_batch_size=BATCH

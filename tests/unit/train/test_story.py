@@ -10,6 +10,7 @@ import torch
 from nep.fault_tolerance.corruption import Corruption
 from nep.fault_tolerance.history import Committed, History
 from nep.fault_tolerance.timeline import Recovery
+from nep.train.protection import Protection
 from nep.train.story import Story
 
 WRONG = Corruption(step=2, slot=None, tensor="a", axis="b", lo=1, hi=4, kind="params", action="resync", why="so")
@@ -41,6 +42,7 @@ def test_there_and_back(keeps_loads: bool) -> None:
         validation_losses=[math.inf],
         full_size_s=[0.25],
         short_since=1e9 + 1 / 3,
+        protection=Protection(windows_s=[0.1], since_step=4, since_s=1e9 + 2 / 3, was_complete=True),
         first_plan="{}",
         adjustments=[{"kind": "rebalance", "predicted_gain": 1 / 3}],
     )

@@ -186,6 +186,24 @@ def test_two_nodes_of_unequal_size_cut_the_one_left_over_in_few_pieces() -> None
     assert max(second) <= limit + max(axis_unit_numel(lines).values())
 
 
+def test_a_cut_owner_is_mirrored_alike_in_every_layer() -> None:
+    """A bucket of sums is as slow as the slot that mirrors most of its layer."""
+    lines = debug_like_lines(num_layers=4, num_experts=8, units_per_expert=64, vocab_size=64)
+    plan, cluster = _start(16, 8, 2, lines)
+    plan = _remirrored(plan, cluster.fail([12]), lines)
+    (alone,) = [owner for owner, mirrors in _links(plan).items() if len(mirrors) > 1]
+    experts = [axis for axis, line in axis_lines(lines).items() if line.kind is LineKind.EXPERTS]
+    owned = {axis: plan.owners.intervals(axis, alone) for axis in experts}
+    found = {
+        slot: [count_units(intersect(owned[axis], plan.mirrors.intervals(axis, slot))) for axis in experts]
+        for slot in _links(plan)[alone]
+    }
+    total = sum(map(count_units, owned.values()))
+    for units in found.values():
+        parts = [sum(units) * count_units(own) / total for own in owned.values()]
+        assert all(abs(unit - part) < 3 for unit, part in zip(units, parts, strict=True)), found
+
+
 def _uneven(units: list[int], unit_numel: int = 2) -> tuple[Plan, Lines]:
     """One axis; slot i owns so many units, one after the other, and nothing is mirrored."""
     ends = [sum(units[: index + 1]) for index in range(len(units))]
