@@ -6,7 +6,8 @@ import dataclasses
 from dataclasses import dataclass
 from typing import Any, Literal, get_args
 
-from nep.fault_tolerance.transaction import Progress, ProtocolViolation
+from nep.fault_tolerance.records import Progress
+from nep.fault_tolerance.transaction import ProtocolViolation
 
 Action = Literal["drain", "resync", "report"]
 ACTIONS = get_args(Action)

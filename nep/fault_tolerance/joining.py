@@ -6,8 +6,8 @@ import time
 
 from nep.fault_tolerance.control_store import FIRST_GENERATION, ControlStore, decision_key, end_key, exit_key
 from nep.fault_tolerance.membership import Drained, JobEnded, LeftOut
+from nep.fault_tolerance.records import Decision
 from nep.fault_tolerance.requests import Request, Requests, drained, incarnation_of
-from nep.fault_tolerance.transaction import Decision
 
 _POLL_S = 0.005
 _SLOW_POLL_S = 0.25

@@ -10,8 +10,8 @@ from typing import Any
 from nep.distributed.timeouts import Timeouts
 from nep.fault_tolerance.control_store import ControlStore, decision_key, end_key, exit_key, fence_key, record_key
 from nep.fault_tolerance.leases import LeaseWatch
+from nep.fault_tolerance.records import Decision, Progress
 from nep.fault_tolerance.requests import incarnation_of
-from nep.fault_tolerance.transaction import Decision, Progress
 from nep.fault_tolerance.unsupervised import report_unsupervised
 
 log = logging.getLogger(__name__)

@@ -15,11 +15,11 @@ from nep.fault_tolerance.commit import adopt, apply, commit_layout
 from nep.fault_tolerance.control_store import exit_key
 from nep.fault_tolerance.detection import FaultWatch
 from nep.fault_tolerance.membership import agree, dead_members, fault_reason
+from nep.fault_tolerance.records import NO_LAYOUT, Decision, Progress
 from nep.fault_tolerance.requests import incarnation_of, standing, taken_in
 from nep.fault_tolerance.returning import share_bytes, share_routing
 from nep.fault_tolerance.runtime import Generation, SlotRun
 from nep.fault_tolerance.timeline import Recovery
-from nep.fault_tolerance.transaction import NO_LAYOUT, Decision, Progress
 from nep.parallel.migrate import migrate
 from nep.planning.plan import Plan
 from nep.planning.planner import lost_intervals, plan_after_failure, plan_with_slots

@@ -24,9 +24,9 @@ from nep.fault_tolerance.control_store import (
 )
 from nep.fault_tolerance.job import DEFAULT_TIMEOUT_BASE_S, JOB_SCHEMA
 from nep.fault_tolerance.joining import newest_decision
+from nep.fault_tolerance.records import Decision
 from nep.fault_tolerance.requests import Request, Requests, drained, standing
 from nep.fault_tolerance.takeover import unsupervised
-from nep.fault_tolerance.transaction import Decision
 
 _CONNECT_S = 3.0
 State = Literal["training", "leaving", "drained", "returning", "spare", "down"]

@@ -16,8 +16,8 @@ from nep.fault_tolerance.control_store import ControlStore
 from nep.fault_tolerance.history import History
 from nep.fault_tolerance.integrity import Integrity
 from nep.fault_tolerance.job import Job
+from nep.fault_tolerance.records import Progress
 from nep.fault_tolerance.requests import Requests
-from nep.fault_tolerance.transaction import Progress
 from nep.moe.routing_state import RoutingState
 from nep.parallel.grad_sync import GradSync, Return
 from nep.parallel.optimizer import OptimizerConfig

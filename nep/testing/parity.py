@@ -20,8 +20,8 @@ from nep.distributed.timeouts import Timeouts
 from nep.fault_tolerance import recovery, transaction
 from nep.fault_tolerance.commit import commit_layout, commit_step, settle
 from nep.fault_tolerance.integrity import Integrity
+from nep.fault_tolerance.records import Decision, Progress
 from nep.fault_tolerance.runtime import Generation, Recipe, SlotRun
-from nep.fault_tolerance.transaction import Decision, Progress
 from nep.moe.routing_state import RoutingState
 from nep.parallel.grad_sync import GradSync, Reduction
 from nep.parallel.holding import Holding

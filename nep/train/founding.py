@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from nep.fault_tolerance.control_store import FIRST_GENERATION
-from nep.fault_tolerance.transaction import Decision
+from nep.fault_tolerance.records import Decision
 from nep.planning.plan import Plan
 
 

@@ -12,8 +12,8 @@ from nep.fault_tolerance.control_store import ControlStore
 from nep.fault_tolerance.injection import Injector
 from nep.fault_tolerance.integrity import Integrity
 from nep.fault_tolerance.job import Job
+from nep.fault_tolerance.records import NO_LAYOUT, Progress
 from nep.fault_tolerance.runtime import Recipe, SlotRun
-from nep.fault_tolerance.transaction import NO_LAYOUT, Progress
 from nep.moe.routing_state import RoutingState
 from nep.parallel.grad_sync import GradSync
 from nep.parallel.state import SlotState

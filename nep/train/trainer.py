@@ -24,10 +24,10 @@ from nep.fault_tolerance.injection import last_fired
 from nep.fault_tolerance.job import Job
 from nep.fault_tolerance.joining import NobodyLeft, first_decision, join_job
 from nep.fault_tolerance.membership import Drained, JobEnded, LeftOut
+from nep.fault_tolerance.records import NO_LAYOUT, Decision, Progress
 from nep.fault_tolerance.recovery import CheckpointNeeded, enter_decided, enter_generation, recover
 from nep.fault_tolerance.runtime import SlotRun
 from nep.fault_tolerance.timeline import Recovery
-from nep.fault_tolerance.transaction import NO_LAYOUT, Decision, Progress
 from nep.parallel.grad_sync import Reduction
 from nep.parallel.overlap import Overlap
 from nep.parallel.parallelize import parallelize

@@ -14,8 +14,8 @@ from torch import nn
 from nep.distributed.groups import Communicator
 from nep.distributed.timeouts import Timeouts
 from nep.fault_tolerance.commit import commit_layout, commit_step, settle
+from nep.fault_tolerance.records import Progress
 from nep.fault_tolerance.runtime import Generation, Recipe, SlotRun
-from nep.fault_tolerance.transaction import Progress
 from nep.parallel.grad_sync import GradSync, Reduction
 from nep.parallel.migrate import migrate
 from nep.parallel.optimizer import OptimizerConfig

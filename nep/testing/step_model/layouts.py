@@ -7,7 +7,7 @@ layout leaves it out.
 
 from functools import cache
 
-from nep.fault_tolerance.transaction import LostInterval, Members
+from nep.fault_tolerance.records import LostInterval, Members
 
 Pairs = tuple[tuple[int, int | None], ...]  # (owner, mirror) by interval
 

@@ -9,7 +9,7 @@ from dataclasses import replace
 from itertools import chain, combinations
 
 from nep.fault_tolerance import transaction
-from nep.fault_tolerance.transaction import Decision, Progress
+from nep.fault_tolerance.records import NO_LAYOUT, Decision, Progress
 from nep.testing.step_model.layouts import (
     drained_of,
     first_layout,
@@ -144,7 +144,7 @@ class StepModel(Stages):
     def come_back(self, world: World, r: int) -> Event:
         """A dead slot registers for the next generation, with empty memory."""
         store = world.store._replace(flagged=True, returns=world.store.returns - 1)
-        progress = Progress(slot=r, layout=transaction.NO_LAYOUT, layout_digest="", params_version=None)
+        progress = Progress(slot=r, layout=NO_LAYOUT, layout_digest="", params_version=None)
         slot = GONE._replace(alive=True, posted=True, decision=store.decision, progress=progress)
         return move(r, slot, "comes back")._replace(store=store, progress=False)
 

@@ -8,7 +8,7 @@ from dataclasses import replace
 from statistics import median_low
 from typing import ClassVar
 
-from nep.fault_tolerance.transaction import Decision, Progress
+from nep.fault_tolerance.records import Decision, Progress
 from nep.testing.step_model.layouts import layout_after_failure, mirrors_of
 from nep.testing.step_model.model import StepModel
 from nep.testing.step_model.world import (

@@ -7,7 +7,7 @@ follows from its place in the program, and a receiver may take it or fail instea
 from collections.abc import Iterator
 
 from nep.fault_tolerance import transaction
-from nep.fault_tolerance.transaction import Members
+from nep.fault_tolerance.records import Members
 from nep.testing.step_model.layouts import (
     drained_of,
     keeps,

@@ -2,7 +2,7 @@
 
 from typing import NamedTuple
 
-from nep.fault_tolerance.transaction import NO_LAYOUT, Decision, Members, Progress
+from nep.fault_tolerance.records import NO_LAYOUT, Decision, Members, Progress
 
 # The stages of step t in program order. A generation starts with TRANSFER and ADOPT of step C.
 # LEAVE: a slot is drained, and all break the generation on purpose.

@@ -15,8 +15,8 @@ import torch.distributed as dist
 from nep.fault_tolerance.control_store import ControlStore, decision_key, end_key, exit_key, request_key
 from nep.fault_tolerance.joining import NobodyLeft, first_decision, join_job
 from nep.fault_tolerance.membership import Drained, JobEnded
+from nep.fault_tolerance.records import Decision
 from nep.fault_tolerance.requests import Request, Requests
-from nep.fault_tolerance.transaction import Decision
 
 LIMIT_S = 20.0
 

@@ -21,7 +21,8 @@ from nep.fault_tolerance.control_store import (
     record_key,
 )
 from nep.fault_tolerance.membership import JobEnded, LeftOut, agree, dead_members
-from nep.fault_tolerance.transaction import Decision, Progress, decide
+from nep.fault_tolerance.records import Decision, Progress
+from nep.fault_tolerance.transaction import decide
 
 GENERATION = 4
 MEMBERS = (0, 1, 2)

@@ -22,9 +22,9 @@ from nep.fault_tolerance.detection import FaultWatch
 from nep.fault_tolerance.job import JobSpec
 from nep.fault_tolerance.keepalive import give_up_after
 from nep.fault_tolerance.membership import agree
+from nep.fault_tolerance.records import Decision, Progress
 from nep.fault_tolerance.requests import Request, Requests
 from nep.fault_tolerance.supervisor_link import StoreLink
-from nep.fault_tolerance.transaction import Decision, Progress
 from nep.testing.store_proxy import StoreProxy
 
 LIMIT_S = 20.0

@@ -7,7 +7,7 @@ from typing import Any
 import pytest
 
 from nep.fault_tolerance import transaction
-from nep.fault_tolerance.transaction import Progress
+from nep.fault_tolerance.records import Progress
 from nep.testing.step_model import DROPPABLE, StepModel, explore
 from nep.testing.step_model.__main__ import main
 from nep.testing.step_model.world import LEAVE, Event, Slot, World, move

@@ -10,14 +10,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from nep.fault_tolerance import transaction
-from nep.fault_tolerance.transaction import (
-    NO_LAYOUT,
-    Decision,
-    Progress,
-    ProtocolViolation,
-    TooEarly,
-    decide,
-)
+from nep.fault_tolerance.records import NO_LAYOUT, Decision, Progress
+from nep.fault_tolerance.transaction import ProtocolViolation, TooEarly, decide
 
 # A slot that has seen step 7 committed and applied it; one that only could have finished it.
 AHEAD = Progress(
