@@ -9,9 +9,11 @@ from contextlib import contextmanager
 from pathlib import Path
 
 from nep.planning.cost.hardware import HardwareProfile
+from nep.planning.shapes import preset
 from nep.power.simulated_file import create_file
-from nep.testing.jobs import run_job
-from tests.endtoend.conftest import LOSS_TOLERANCE, SmallJob
+from nep.testing.jobs import reference_job, run_job
+from nep.testing.reference import ReferenceHyper
+from tests.endtoend.conftest import LOSS_TOLERANCE, LR, TENSOR_TOLERANCE, WARMUP, SmallJob
 
 WATTS_TRAIN = Path(__file__).with_name("watts_train.py")
 STEPS, SLOTS, DEFAULT_W = 15, 4, 700
@@ -48,17 +50,23 @@ def test_watts_go_to_the_damaged_replica_and_back(small_job: SmallJob, tmp_path:
     profile.write_text(HardwareProfile(name="free links", flops_per_s={8: 1e9}).to_json())
     create_file(file, [{}] * SLOTS)
     common = f"--dtype float64 --steps {STEPS} --seq-len 16 --global-batch-size 6 --micro-batch-size 2"
+    common += f" --lr {LR} --warmup-steps {WARMUP}"
     options = [*common.split(), "--data", str(small_job.data), "--validation-sequences", "2"]
-    alone = run_job(1, options, tmp_path / "alone", launcher="alone")
+    losses, params = reference_job(
+        preset("debug"), data=small_job.data, steps=STEPS, seq_len=16, global_batch_size=6, seed=0,
+        hyper=ReferenceHyper(lr=LR, warmup_steps=WARMUP, steps=STEPS),
+    )  # fmt: skip
     options += ["--fail", "3@3:kill", "--fail", "2@12:kill", "--hold", "11:2", "--replicas", "2", "--respawn", "0"]
     options += ["--compensate", "auto", "--planner-patience-s", "10", "--hardware", str(profile)]
     options += ["--power", "apply", "--power-source", f"simulated:{file}"]
     with watched(file) as seen:
         outcome = run_job(SLOTS, options, tmp_path / "job", launcher="fast", script=WATTS_TRAIN)
-    assert outcome.returncode == 0 and outcome.result is not None and alone.result is not None, outcome.output
+    assert outcome.returncode == 0 and outcome.result is not None and outcome.params is not None, outcome.output
     assert limits_in(file) == (DEFAULT_W,) * SLOTS, "as they were"
-    for loss, expected in zip(outcome.result["loss"], alone.result["loss"], strict=True):
+    for loss, expected in zip(outcome.result["loss"], losses, strict=True):
         assert abs(loss - expected) <= LOSS_TOLERANCE * abs(expected)
+    for name, tensor in params.items():
+        assert (outcome.params[name] - tensor).abs().max() <= TENSOR_TOLERANCE * tensor.abs().max(), name
 
     (change,) = outcome.result["compensations"]
     limits = {int(slot): limit for slot, limit in change["limits_w"].items()}
