@@ -154,8 +154,15 @@ class Offer:
         self.boost.hold(self.in_force_w)
 
     @classmethod
-    def make(cls, store: ControlStore, config: PowerConfig, cluster: Cluster, plan: Plan) -> Offer:
+    def make(cls, store: ControlStore, config: PowerConfig, cluster: Cluster, plan: Plan, whole: int) -> Offer:
         """Reads what all slots have told.
+
+        Args:
+            store: a connection of this thread's.
+            config: of the job.
+            cluster: all slots.
+            plan: in force.
+            whole: slots that train when none is lost; the work of the lost ones is what watts are for.
 
         Raises:
             ValueError: a slot of the plan has not told of a board, so nothing can be planned.
@@ -174,6 +181,9 @@ class Offer:
                 missing.append(f"slot {slot} ({facts.problem if facts else 'it has told of no board yet'})")
         if missing:
             raise ValueError("limits stay as they are, for lack of the boards of " + ", ".join(missing))
+        # Where a spare has taken the place of a lost slot nobody has more work than before.
+        lost = [slot for slot in boards if slot not in plan.slots][: max(0, whole - len(plan.slots))]
+        boards = {slot: board for slot, board in boards.items() if slot in plan.slots or slot in lost}
         return cls(config, boards, told, {slot.index: slot.node for slot in cluster.slots}, plan.slots)
 
     @property

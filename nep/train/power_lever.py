@@ -56,7 +56,7 @@ class PowerLever:
         if members - self._members:
             self.release()
         self._members, self._flagged = members, frozenset()
-        self._due = len(members) < self._trainer.run_state.job.num_slots
+        self._due = len(members) < self._whole
 
     def poll(self) -> None:
         """Between two steps."""
@@ -101,12 +101,17 @@ class PowerLever:
 
     def missed(self) -> None:
         """A thought came to nothing, since the plan that it was about is not in force any more."""
-        self._due = self.is_on and len(self._members) < self._trainer.run_state.job.num_slots
+        self._due = self.is_on and len(self._members) < self._whole
 
     def finish(self) -> None:
         """The trainer ends."""
         if self._slot is not None:
             self._slot.finish()
+
+    @property
+    def _whole(self) -> int:
+        """Slots that train when none is lost."""
+        return self._trainer.run_state.job.num_slots - self._trainer.config.spares
 
     def _open(self) -> None:
         config, job = self._trainer.config, self._trainer.run_state.job
@@ -127,9 +132,9 @@ class PowerLever:
         Returns:
             A function that raises ValueError if nothing is known of a board, RuntimeError if the store is away.
         """
-        job, config = self._trainer.run_state.job, self._config
+        job, config, whole = self._trainer.run_state.job, self._config, self._whole
         # A connection belongs to one thread.
-        return lambda: Offer.make(job.connect(), config, cluster, plan)
+        return lambda: Offer.make(job.connect(), config, cluster, plan, whole)
 
     @property
     def only_advises(self) -> bool:

@@ -112,11 +112,12 @@ def test_a_refusal_is_known_to_the_next_plan_and_facts_are_of_before() -> None:
     powers.order("a", dict.fromkeys(range(3), 880), dict.fromkeys(range(3), 700))
     until(lambda: all(powers.told(slot).order == "a" for slot in range(3)), powers.poll)
     plan = plan_after_failure(Job(BalanceConfig()).plan, Cluster.uniform(4, 4).fail([3]), LINES)
-    offer = Offer.make(powers.store, config_of(boards), Cluster.uniform(4, 4).fail([3]), plan)
+    offer = Offer.make(powers.store, config_of(boards), Cluster.uniform(4, 4).fail([3]), plan, 4)
     assert offer.in_force_w == {0: 880, 1: 700, 2: 880, 3: 700}
     # The faster half is that of the raised ones; in units of before, they are faster and the other one is not slower.
     speeds = offer.speeds_at_first({0: 1_000_000, 1: 870_000, 2: 1_000_000})
     assert speeds[0] == speeds[2] == pytest.approx(1_150_000, rel=0.02) and speeds[1] == pytest.approx(1e6, rel=0.02)
+    assert Offer.make(powers.store, config_of(boards), Cluster.uniform(4, 4), plan, 3).boards.keys() == {0, 1, 2}
     offer.boost(plan, speeds)
     assert offer.boost.latest is not None and offer.boost.latest.limits_w[1] == 700
     # A trainer that comes back finds its board raised by the one before, and does not take that for its own limit.
@@ -139,7 +140,7 @@ def test_without_all_boards_there_is_no_lever() -> None:
     until(lambda: all(power_board_key(slot) in powers.store for slot in range(3)), powers.poll)
     plan = Job(BalanceConfig()).plan
     with pytest.raises(ValueError, match=r"slot 2 \(.*fallen off the bus.*, slot 3 \(it has told of no board yet"):
-        Offer.make(powers.store, config_of(boards), Cluster.uniform(4, 4), plan)
+        Offer.make(powers.store, config_of(boards), Cluster.uniform(4, 4), plan, 4)
     assert len(powers.said) == 1 and "without watts as a lever" in powers.said[0]
     powers.finish()
 
