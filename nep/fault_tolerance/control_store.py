@@ -107,6 +107,16 @@ def plan_key(digest: str) -> str:
     return f"plan/{digest}"
 
 
+def power_board_key(slot: int) -> str:
+    """JSON about the board of `slot`, written once, see `nep.train.power_facts`."""
+    return f"power/board/{slot}"
+
+
+def power_limit_key(slot: int) -> str:
+    """JSON about the power limit that `slot` set last, or was refused."""
+    return f"power/limit/{slot}"
+
+
 def corruption_key(step: int, slot: int) -> str:
     """Which slot asks that `slot` be drained, whose memory was found wrong in the vote of `step` (decimal)."""
     return f"corruption/{step}/{slot}"

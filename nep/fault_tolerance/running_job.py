@@ -17,6 +17,7 @@ from nep.fault_tolerance.control_store import (
     discover_job,
     end_key,
     exit_key,
+    power_limit_key,
     split_address,
     step_key,
     supervisor_key,
@@ -137,11 +138,13 @@ class SlotStatus:
         state: training; leaving (it is asked to and still trains); drained; returning (a trainer waits to be a
             member); spare (one waits, and enough others train); down.
         detail: how its last trainer ended, if one has.
+        limit_w: power limit of its board, as its trainer told it last; None: it has told of none.
     """
 
     slot: int
     state: State
     detail: str = ""
+    limit_w: float | None = None
 
 
 class RunningJob:
@@ -195,7 +198,8 @@ class RunningJob:
                 state = "spare" if is_full else "returning"
             else:
                 state = "down"
-            found.append(SlotStatus(slot=slot, state=state, detail=detail))
+            told = self._store.get_json(power_limit_key(slot)) or {}
+            found.append(SlotStatus(slot=slot, state=state, detail=detail, limit_w=told.get("limit_w")))
         return found
 
     def _how_it_ended(self, slot: int) -> str:

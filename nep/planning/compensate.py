@@ -145,17 +145,21 @@ def compensate(request: PlanRequest, *, levers: Sequence[Lever] = LEVERS, boost:
     ideal_s = ideal_seconds(drafter, current, speeds)
     best, strongest, tried = _Standing(plan=current, step_s=before_s), None, list[Escalation]()
     for lever in levers:
-        if best.step_s <= ideal_s * (1 + ENOUGH):
-            break
+        faster = speeds
         if lever == "power":
+            # Also where slots share all they have: a damaged replica may have too little of it.
             if boost is None:
                 continue
-            speeds, raised = _powered(request, levers, boost, best, speeds)
+            faster, raised = _powered(request, levers, boost, best, speeds)
+        elif best.step_s <= ideal_s * (1 + ENOUGH):
+            continue
         else:
             raised = _tried(drafter, lever, best)
         tried.append(_judged(lever, raised, best, request.horizon_steps))
         if tried[-1].used and isinstance(raised, _Standing):
-            best, strongest = raised, lever
+            best, strongest, speeds = raised, lever, faster
+    if strongest == "power":
+        ideal_s = ideal_seconds(drafter, current, speeds)
     return Compensation(
         plan=best.plan,
         lever=strongest,
@@ -358,4 +362,8 @@ def _powered(
     faster = replace(request, cluster=request.cluster.with_speeds(raised))
     others = tuple(lever for lever in levers if lever != "power")
     found = compensate(faster, levers=others)
-    return raised, _Standing(plan=found.plan, step_s=found.after_s, move_s=found.move_s, moved_bytes=found.moved_bytes)
+    plan = found.plan
+    if plan is request.current:
+        # Nothing else is to be done, but the plan has to know the speeds that it goes by.
+        plan = replace(plan, number=plan.number + 1, speeds_ppm=tuple(raised[slot] for slot in plan.slots))
+    return raised, _Standing(plan=plan, step_s=found.after_s, move_s=found.move_s, moved_bytes=found.moved_bytes)

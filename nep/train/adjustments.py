@@ -4,11 +4,13 @@ from __future__ import annotations
 
 import dataclasses
 import json
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from statistics import median
 from typing import Any, Literal
 
 Kind = Literal["compensation", "rebalance"]
+
+_BY_SLOT = ("speeds_ppm", "limits_w", "before_w")
 
 
 @dataclass(kw_only=True)
@@ -24,6 +26,8 @@ class Adjustment:
         predicted_move_s: seconds of all transfers.
         moved_bytes: predicted.
         speeds_ppm: slot -> speed that it goes by.
+        limits_w: slot -> power limit that comes with the plan; empty: limits stay as they are.
+        before_w: slot -> limit before; the same slots.
         boundaries: at which something has moved so far.
         move_s: seconds that steps waited for it, rebuilding the model included.
         done_step: the committed step after which the plan was the one wanted; None: not yet, or it was given up.
@@ -38,6 +42,8 @@ class Adjustment:
     predicted_move_s: float
     moved_bytes: int
     speeds_ppm: dict[int, int]
+    limits_w: dict[int, int] = field(default_factory=dict)
+    before_w: dict[int, int] = field(default_factory=dict)
     boundaries: int = 0
     move_s: float = 0.0
     done_step: int | None = None
@@ -52,7 +58,8 @@ class Adjustment:
     def to_json(self) -> dict[str, Any]:
         """An entry of train.json."""
         value = dataclasses.asdict(self)
-        value["speeds_ppm"] = {str(slot): speed for slot, speed in sorted(self.speeds_ppm.items())}
+        for name in _BY_SLOT:
+            value[name] = {str(slot): number for slot, number in sorted(value[name].items())}
         return {**value, "measured_gain": self.measured_gain}
 
     @classmethod
@@ -60,7 +67,8 @@ class Adjustment:
         """Reads what `to_json` made."""
         known = {item.name for item in dataclasses.fields(cls)}
         given = {name: entry for name, entry in value.items() if name in known}
-        given["speeds_ppm"] = {int(slot): speed for slot, speed in value["speeds_ppm"].items()}
+        for name in _BY_SLOT:
+            given[name] = {int(slot): number for slot, number in value.get(name, {}).items()}
         return cls(**given)
 
     def why_json(self) -> str:

@@ -9,6 +9,7 @@ from typing import Literal
 
 from nep.planning.cost.hardware import HardwareProfile, Link
 from nep.planning.pace import PaceConfig
+from nep.train.power_config import PowerConfig
 
 HOST = HardwareProfile(
     name="host, assumed",
@@ -40,6 +41,8 @@ class BalanceConfig:
             This changes the model.
         router_stats_out: file for mean, variance and moving average of the loads (NPZ, read by `nep plan --loads`).
         pace: how soon a slot is taken for a slow one.
+        patience_s: the next step waits at most so long for the planner, which goes on beside the steps then.
+        power: what is done with power limits.
     """
 
     compensate: Literal["off", "auto"] = "off"
@@ -54,6 +57,8 @@ class BalanceConfig:
     bias_to_speed: bool = False
     router_stats_out: Path | None = field(default=None, repr=False)  # each node may have its own
     pace: PaceConfig = field(default_factory=PaceConfig)
+    patience_s: float = 1.0
+    power: PowerConfig = field(default_factory=PowerConfig)
 
     @property
     def acts(self) -> bool:
@@ -84,4 +89,6 @@ class BalanceConfig:
             problems.append(f"half_life_steps ({self.half_life_steps}) must be above 0")
         if self.bias_to_speed and not router_bias_rate:
             problems.append("bias_to_speed (True) moves router biases; give --router-bias-rate how fast")
-        return problems
+        if not 0 <= self.patience_s < math.inf:
+            problems.append(f"patience_s ({self.patience_s}) must be finite and at least 0")
+        return problems + self.power.problems(self.compensate)

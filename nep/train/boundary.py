@@ -67,6 +67,7 @@ class Boundary:
             plan = plan_mirrors(plan_after_failure(trainer.plan, cluster, run.recipe.lines), cluster, run.recipe.lines)
             drain_layout(run, plan, f"draining slots {list(gone)}")
         elif come:
+            self.balance.power.welcome()  # their boards need the watts that the others have
             settle(run)
         if gone or come:
             raise Fault(PLANNED, f"draining {list(gone)}, letting {list(come)} in")

@@ -30,6 +30,20 @@ def device_for(backend: str, local_index: int) -> torch.device:
     return torch.device("cpu")
 
 
+def board_of(backend: str, local_index: int) -> int | str:
+    """The board of a slot as NVML finds it; called in its trainer.
+
+    CUDA may show only some of a machine's GPUs, and in another order: then the number means another board there.
+
+    Args:
+        backend: of the job.
+        local_index: of the slot on its node.
+    """
+    if backend == "nccl":
+        return str(torch.cuda.get_device_properties(local_index).uuid)
+    return local_index
+
+
 def make_transport(backend: str, job: Job, timeouts: Timeouts) -> Transport:
     """What carries the messages of a slot; called in its trainer, before any group is made."""
     if backend != "nccl":

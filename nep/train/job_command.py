@@ -16,6 +16,8 @@ from nep.report.terminal import print_text
 
 SCHEMA = 1
 
+_AWAY = ("drained", "down", "returning")
+
 
 @dataclass(frozen=True, kw_only=True)
 class StatusOptions:
@@ -114,5 +116,7 @@ def _page(found: dict[str, Any]) -> str:
             "owner means a checkpoint"
         )
     for slot in found["slots"]:
-        lines.append(f"  slot {slot['slot']:<4} {slot['state']:<10} {slot['detail']}".rstrip())
+        # What a slot that is not there has told of its limit is out of date: others put it back.
+        watts = "" if slot["limit_w"] is None or slot["state"] in _AWAY else f"{slot['limit_w']:g} W"
+        lines.append(f"  slot {slot['slot']:<4} {slot['state']:<10} {watts or slot['detail']}".rstrip())
     return "\n".join(lines)

@@ -39,6 +39,7 @@ from nep.train.checkpoints import STOPPED
 from nep.train.config import TrainConfig
 from nep.train.data import TextSamples, load_text
 from nep.train.log import log_to_file
+from nep.train.power_config import PowerConfig
 from nep.train.resume import BAD_INPUT, CannotResume, OtherData, check_resume, subject_of
 from nep.train.trainer import Trainer
 from nep.train.view import View as _View
@@ -151,6 +152,16 @@ class Options:
     """MiB that a slot may receive between two steps when experts move; a larger move takes several steps."""
     hardware: str | None = None
     """Profile that such predictions go by: a name or a file of nep calibrate; by default what the job measures."""
+    planner_patience_s: float = 1.0
+    """A step waits so long for such a look at most; the planner goes on beside the next ones then."""
+    power: Literal["off", "advise", "apply"] = "off"
+    """Raise power limits of a damaged or slow replica's boards: print what and how (advise), or do it (apply)."""
+    power_source: str = "nvml"
+    """Boards: nvml, simulated, or simulated:FILE; each slot opens the one with its number on its node."""
+    power_budget_w: int | None = None
+    """Watts for the limits of a node's boards together; by default what they are before the job changes any."""
+    power_failed_draw_w: int = 150
+    """Watts of that which a board that does not train may still draw; 0 where it is powered off."""
     router_bias_to_speed: bool = False
     """Router biases aim at loads by the speed of an expert's slots; needs --router-bias-rate and changes the model."""
     router_stats_out: Path | None = None
@@ -298,6 +309,13 @@ def _checked(options: Options, num_slots: int, local_slots: int) -> _Request:
             hardware=None if options.hardware is None else read_hardware(options.hardware),
             bias_to_speed=options.router_bias_to_speed,
             router_stats_out=options.router_stats_out,
+            patience_s=options.planner_patience_s,
+            power=PowerConfig(
+                mode=options.power,
+                source=options.power_source,
+                budget_w=options.power_budget_w,
+                failed_draw_w=options.power_failed_draw_w,
+            ),
         ),
     )
     config.check(shape, num_slots, local_slots)

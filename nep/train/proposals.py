@@ -8,7 +8,7 @@ from dataclasses import dataclass, replace
 import numpy as np
 
 from nep.planning.cluster import Cluster
-from nep.planning.compensate import Boost, compensate
+from nep.planning.compensate import compensate
 from nep.planning.cost.hardware import HardwareProfile
 from nep.planning.cost.step_time import step_time
 from nep.planning.cost.workload import Workload
@@ -21,6 +21,7 @@ from nep.planning.search.request import Limits, PlanRequest
 from nep.planning.shapes import ModelShape
 from nep.train.adjustments import Adjustment
 from nep.train.balance_config import HOST, BalanceConfig
+from nep.train.power_facts import Offer
 
 _COMPUTE = ("expert_gemm", "attention", "dense")
 
@@ -59,18 +60,22 @@ class Proposals:
         shape: of the model.
         lines: of the model.
         workload: a step.
-        boost: power, see `compensate`; None: there is none.
+        offer: power as the fourth lever; None: there is none.
     """
 
     def __init__(
-        self, config: BalanceConfig, shape: ModelShape, lines: Lines, workload: Workload, boost: Boost | None = None
+        self, config: BalanceConfig, shape: ModelShape, lines: Lines, workload: Workload, offer: Offer | None = None
     ) -> None:
-        self._config, self._shape, self._lines, self._workload, self._boost = config, shape, lines, workload, boost
+        self._config, self._shape, self._lines, self._workload, self._offer = config, shape, lines, workload, offer
+
+    def with_power(self, offer: Offer) -> Proposals:
+        """The same, with watts as a lever."""
+        return Proposals(self._config, self._shape, self._lines, self._workload, offer)
 
     def compensation(self, situation: Situation) -> tuple[Plan | None, Adjustment]:
         """What to do about speeds: the plan to go on with (None: none pays), and all that is to be said of it."""
         request = self._request(situation)
-        found = compensate(request, boost=self._boost)
+        found = compensate(request, boost=None if self._offer is None else self._offer.boost)
         adjustment = Adjustment(
             kind="compensation",
             step=situation.step,
@@ -83,6 +88,12 @@ class Proposals:
         )
         if found.lever is None or found.gain < self._config.least_gain:
             return None, adjustment
+        if self._offer is not None and found.lever == "power":
+            watts = self._offer.boost.latest
+            assert watts is not None
+            adjustment.limits_w = dict(watts.limits_w)
+            adjustment.before_w = {slot: self._offer.in_force_w[slot] for slot in watts.limits_w}
+            adjustment.why += f"; {self._offer.line()}"
         return self._mirrored(found.plan, situation), adjustment
 
     def rebalance(self, situation: Situation) -> tuple[Plan | None, Adjustment]:
@@ -223,6 +234,8 @@ def _same(plan: Plan, other: Plan) -> bool:
 def _slow(situation: Situation) -> str:
     speeds = situation.cluster.speeds_ppm
     off = {slot: speeds[slot] for slot in situation.plan.slots if speeds[slot] != 1_000_000}
+    if not off and len(situation.plan.slots) < len(situation.cluster.slots):
+        return f"{len(situation.plan.slots)} of {len(situation.cluster.slots)} slots train"
     if not off:
         return "all slots are equally fast again"
     return "speeds " + ", ".join(f"slot {slot} {speed / 1e6:.2f}" for slot, speed in off.items())

@@ -11,21 +11,23 @@ import json
 import logging
 import math
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import replace
 from typing import TYPE_CHECKING
 
 from nep.fault_tolerance.control_store import FIRST_GENERATION
 from nep.fault_tolerance.proposals import Proposal, newest, read_plan
 from nep.fault_tolerance.vote import unpack_records
-from nep.planning.compensate import Boost
 from nep.planning.cost.work import WorkOfSlots
 from nep.planning.cost.workload import Workload
 from nep.planning.pace import PaceMeter
 from nep.planning.plan import Plan
 from nep.planning.router_statistics import RouterStatistics
 from nep.planning.stages import next_stage, reached
-from nep.train.adjustments import Adjustment, StepSeconds
+from nep.train.adjustments import Adjustment, Kind, StepSeconds
+from nep.train.power_lever import PowerLever, advice
 from nep.train.proposals import Proposals, Situation
+from nep.train.thinking import Ask, Thinker, Thought
 
 if TYPE_CHECKING:
     from nep.train.trainer import Trainer
@@ -54,16 +56,20 @@ class Balance:
     Args:
         trainer: whose.
         announce: says a line to people, from the slot that speaks for the job.
-        boost: power, see `nep.planning.compensate`; None: there is none.
+
+    Attributes:
+        power: watts as one of its levers.
     """
 
-    def __init__(self, trainer: Trainer, announce: Callable[[str], None], boost: Boost | None = None) -> None:
-        self._trainer, self._announce, self._boost = trainer, announce, boost
+    def __init__(self, trainer: Trainer, announce: Callable[[str], None]) -> None:
+        self._trainer, self._announce = trainer, announce
         self._config = trainer.config.balance
         self.statistics = RouterStatistics(self._config.half_life_steps)
         self.adjustments: list[Adjustment] = []
         self.imbalance: dict[int, float] = {}  # step -> see `WorkOfSlots.imbalance`
         self.goal: Plan | None = None
+        self.power = PowerLever(trainer, announce)
+        self._thinker = Thinker()
         self.meter = PaceMeter(self._config.pace)
         self._seconds: dict[int, float] = {}
         self._work: tuple[int, WorkOfSlots] | None = None
@@ -89,6 +95,7 @@ class Balance:
         now = time.perf_counter()
         if run.current.number != self._generation:
             self._begin(run.current.number)
+        self.power.poll()
         if self._began is not None:
             self._walls.add(now - self._began)
         self._began = None
@@ -155,6 +162,7 @@ class Balance:
             self._walls.clear()
             if self.goal is not None and reached(trainer.plan, self.goal):
                 self.goal, current.done_step, self._unmeasured = None, trainer.step, current
+                self.power.adopt(current)
         elif self._work is not None and self._work[0] != trainer.plan.number:
             self._unmeasured = None
             self.meter.restart()
@@ -176,6 +184,7 @@ class Balance:
         self.meter = PaceMeter(self._config.pace)
         self._walls.clear()
         self._due = generation > FIRST_GENERATION and self._config.rebalance_every > 0
+        self.power.begin()
 
     def _start(self, adjustment: Adjustment) -> None:
         adjustment.step, adjustment.before_s = self._trainer.step, self._walls.median()
@@ -213,9 +222,12 @@ class Balance:
     # Thinking, on the slot that speaks for the job.
 
     def _think(self) -> None:
-        """Ask the planner if there is a reason to, and propose what pays."""
+        """Ask the planner if there is a reason to, and propose what pays. If it takes long, steps go on meanwhile."""
         trainer, config = self._trainer, self._config
         step, run = trainer.step, trainer.run_state
+        if self._thinker.is_busy:
+            self._use(self._thinker.take())
+            return
         if not config.acts or len(trainer.members) < 2 or run.stopping or step >= trainer.config.steps - 1:
             return
         every = config.rebalance_every
@@ -226,16 +238,94 @@ class Balance:
         if step - self._first_step < _FIRST_STEPS:
             return
         rests = step - self._changed_at < config.cooldown_steps and self._changed_at > self._first_step
-        speeds = self._speeds()
-        if config.compensate == "auto" and not rests and self._is_news(speeds):
-            self._thought = speeds
-            if self._propose("compensation", lambda: self._proposals().compensation(self._situation(speeds))):
-                return
-        if due and not rests:
+        questions = [] if rests else self._questions(due)
+        if questions:
+            self._news = False
+            self._thinker.begin(Thought(base=(self._generation, trainer.plan.number), step=step, questions=questions))
+            # A short thought is used at once; a long one must not make the others wait until they give this slot up.
+            self._use(self._thinker.take(min(config.patience_s, trainer.config.timeout_base_s / 3)))
+
+    def _questions(self, due: bool) -> list[tuple[Kind, Ask]]:
+        """What is to be asked now.
+
+        Args:
+            due: it is time to look at the router's loads.
+        """
+        questions: list[tuple[Kind, Ask]] = []
+        speeds, flagged = self._speeds(), self.meter.flagged
+        watts = self.power.wants_thought(flagged) and set(speeds) == set(self._trainer.plan.slots)
+        try:
+            if self._config.compensate == "auto" and (watts or self._is_news(speeds)):
+                self._thought = speeds
+                if watts:
+                    self.power.thought(flagged)
+                questions.append(("compensation", self._ask_compensation(speeds, watts)))
+            if due:
+                log.info("router over the last steps: %s", self.statistics.imbalance())
+                known = dict(zip(self._trainer.plan.slots, self._trainer.plan.speeds_ppm, strict=True))
+                proposals, situation = self._proposals(), self._situation(known)
+                questions.append(("rebalance", lambda: (*proposals.rebalance(situation), ())))
+        except ValueError as error:
             self._due = False
-            log.info("router over the last steps: %s", self.statistics.imbalance())
-            known = dict(zip(trainer.plan.slots, trainer.plan.speeds_ppm, strict=True))
-            self._propose("rebalance", lambda: self._proposals().rebalance(self._situation(known)))
+            self._announce(f"balance after step {self._trainer.step}: skip: {error}")
+        return questions
+
+    def _ask_compensation(self, speeds: Mapping[int, int], watts: bool) -> Ask:
+        """How to ask what to do about speeds; all that the thread needs is taken now.
+
+        Args:
+            speeds: as measured.
+            watts: whether power may be a lever this time.
+        """
+        plan, situation, proposals = self._trainer.plan, self._situation(speeds), self._proposals()
+        if not self.power.is_on:
+            return lambda: (*proposals.compensation(situation), ())
+        look, advises = self.power.asker(situation.cluster, plan), self.power.only_advises
+
+        def ask() -> tuple[Plan | None, Adjustment, Sequence[str]]:
+            try:
+                offer = look()
+            except (ValueError, RuntimeError) as error:
+                lines = [f"power after step {situation.step}: {error}"] if watts else []
+                return *proposals.compensation(situation), lines
+            at_first = offer.speeds_at_first(speeds)
+            now = replace(situation, cluster=situation.cluster.with_speeds(at_first))
+            if not watts or advises:
+                lines = advice(offer, plan, at_first, situation.step) if watts else ()
+                return *proposals.compensation(now), lines
+            return *proposals.with_power(offer).compensation(now), ()
+
+        return ask
+
+    def _use(self, thought: Thought | None) -> None:
+        """Say and propose what was found, if it is still of use. A store that is away costs no step."""
+        trainer, run = self._trainer, self._trainer.run_state
+        if thought is None:
+            return
+        if (
+            thought.base != (self._generation, trainer.plan.number)
+            or run.stopping
+            or trainer.step >= trainer.config.steps - 1
+        ):
+            log.info("planned in %.3f s for plan %d, which is not in force any more", thought.spent_s, thought.base[1])
+            self._thought = {}
+            self.power.missed()
+            return
+        for answer in thought.answers:
+            self._due = self._due and answer.kind != "rebalance"
+            for line in answer.lines:
+                self._announce(line)
+            if answer.adjustment is None:
+                self._announce(f"{answer.kind} after step {thought.step}: skip: {answer.problem}")
+            elif answer.plan is None:
+                self._announce(answer.adjustment.announcement)
+            else:
+                self._propose(answer.plan, answer.adjustment, thought.spent_s)
+
+    def _propose(self, plan: Plan, adjustment: Adjustment, spent_s: float) -> None:
+        self.proposal = Proposal(self._trainer.run_state, plan, adjustment.why_json())
+        self.proposal.wait(_MOMENT_S)
+        log.info("planned in %.3f s: %s", spent_s, adjustment.why)
 
     def _speeds(self) -> dict[int, int]:
         """Speeds as a plan should know them."""
@@ -269,23 +359,6 @@ class Balance:
             prices=self.meter.prices,
         )
 
-    def _propose(self, kind: str, ask: Callable[[], tuple[Plan | None, Adjustment]]) -> bool:
-        """Ask, and propose what comes of it. A planner that finds no plan costs no step."""
-        self._news = False
-        start = time.perf_counter()
-        try:
-            plan, adjustment = ask()
-            if plan is None:
-                self._announce(adjustment.announcement)
-                return False
-        except (ValueError, RuntimeError) as error:
-            self._announce(f"{kind} after step {self._trainer.step}: skip: {error}")
-            return False
-        self.proposal = Proposal(self._trainer.run_state, plan, adjustment.why_json())
-        self.proposal.wait(_MOMENT_S)
-        log.info("planned in %.3f s: %s", time.perf_counter() - start, adjustment.why)
-        return True
-
     def _proposals(self) -> Proposals:
         trainer, config = self._trainer, self._trainer.config
         shape = getattr(trainer.model, "shape", None)
@@ -300,4 +373,4 @@ class Balance:
             grad_sync="point_to_point",
             overlap=True,
         )
-        return Proposals(config.balance, shape, trainer.run_state.recipe.lines, workload, self._boost)
+        return Proposals(config.balance, shape, trainer.run_state.recipe.lines, workload)

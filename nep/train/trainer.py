@@ -159,6 +159,7 @@ class Trainer:
             self._announce(str(left))
             return 1
         finally:
+            self.balance.power.finish()
             self._alerts.finish()
             if self.preemption is not None:
                 self.preemption.finish()

@@ -20,8 +20,9 @@ def test_experts_move_to_where_there_is_time(small_job: SmallJob, tmp_path: Path
     profile = tmp_path / "profile.json"
     profile.write_text(HardwareProfile(name="free links", flops_per_s={8: 1e9}).to_json())
     outcome = small_job.run(
-        4, "--rebalance-every", "4", "--rebalance-mib", "1", "--hardware", str(profile), *failure, folder=tmp_path
-    )
+        4, "--rebalance-every", "4", "--rebalance-mib", "1", "--hardware", str(profile), *failure,
+        "--planner-patience-s", "10", folder=tmp_path,
+    )  # fmt: skip
     assert outcome.result is not None
     assert "rebalance after step" in outcome.output
     (change,) = outcome.result["rebalances"]

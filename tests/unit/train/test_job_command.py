@@ -8,7 +8,7 @@ from datetime import timedelta
 import pytest
 import torch.distributed as dist
 
-from nep.fault_tolerance.control_store import ControlStore, decision_key, exit_key, step_key
+from nep.fault_tolerance.control_store import ControlStore, decision_key, exit_key, power_limit_key, step_key
 from nep.fault_tolerance.requests import Request, Requests
 from nep.fault_tolerance.running_job import JobAddress, RunningJob
 from nep.train.job_command import _page, _status
@@ -29,7 +29,11 @@ def test_spares_and_the_time_without_protection(server: dist.TCPStore) -> None:
     Requests().post(store, Request(kind="join", slot=3, incarnation=1))
     store.set(step_key(), json.dumps({"step": 9, "steps": 20, "loss": 2.5, "unprotected": None}))
     job = RunningJob(address)
+    store.set_json(power_limit_key(1), {"order": "2.3", "limit_w": 800, "refused": ""})
     found = _status(job)
+    assert [slot["limit_w"] for slot in found["slots"]] == [None, 800, None, None] and "training   800 W" in _page(
+        found
+    )
     assert [slot["state"] for slot in found["slots"]] == ["training", "training", "training", "spare"]
     assert "unprotected" not in _page(found)
 
@@ -40,4 +44,5 @@ def test_spares_and_the_time_without_protection(server: dist.TCPStore) -> None:
     found = _status(job)
     assert [slot["state"] for slot in found["slots"]] == ["training", "down", "training", "training"]
     assert found["unprotected_since_step"] == 9 and "unprotected since step 9" in _page(found)
+    assert "800 W" not in _page(found), "it is put back"
     assert "nep join" in found["slots"][1]["detail"]

@@ -47,10 +47,10 @@ class Store(dict[str, str]):
 class Job:
     """Four slots that commit steps without computing anything."""
 
-    def __init__(self, balance: BalanceConfig, replicas: int = 1, steps: int = 100) -> None:
+    def __init__(self, balance: BalanceConfig, replicas: int = 1, steps: int = 100, patience_s: float = 60.0) -> None:
         self.config = TrainConfig(
             steps=steps, replicas=replicas, global_batch_size=BATCH, micro_batch_size=4, seq_len=SEQ_LEN,
-            dtype="float64", balance=balance,
+            dtype="float64", balance=replace(balance, patience_s=patience_s), timeout_base_s=600.0,
         )  # fmt: skip
         self.plan = plan_from_scratch(
             Cluster.uniform(SLOTS, SLOTS), LINES, num_replicas=replicas, global_batch_size=BATCH
@@ -107,7 +107,7 @@ class Job:
             wanted = [balance.next_plan() for balance in self.balances]
             assert all(plan == wanted[0] for plan in wanted), "all slots want the same"
             if wanted[0] is not None and self.accepts(wanted[0]):
-                check_runnable(wanted[0], LINES, slots=range(SLOTS), global_batch_size=BATCH)
+                check_runnable(wanted[0], LINES, slots=self.plan.slots, global_batch_size=BATCH)
                 self.plan = replace(wanted[0], number=self.plan.number + 1)
                 self.plans.append(self.step)
             for trainer, balance in zip(self.trainers, self.balances, strict=True):
