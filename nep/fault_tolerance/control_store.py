@@ -122,9 +122,9 @@ def corruption_key(step: int, slot: int) -> str:
     return f"corruption/{step}/{slot}"
 
 
-def data_key() -> str:
-    """The slot that came first and the digest of its data, with a space between."""
-    return "data"
+def settings_key() -> str:
+    """What the slot that came first was told: its number, and name -> value of its settings."""
+    return "settings"
 
 
 def step_key() -> str:

@@ -30,9 +30,13 @@ def recorded_command(script: str, arguments: Sequence[str]) -> tuple[str, ...]:
     return tuple(found)
 
 
-def agreed_settings(config: TrainConfig, shape: ModelShape, data: SampleSource) -> dict[str, str]:
-    """Name -> value of everything that decides what a step does."""
-    found = {"model": shape.name, "shape": repr(shape), "data_digest": data.digest}
+def agreed_settings(config: TrainConfig, shape: ModelShape | None, data: SampleSource) -> dict[str, str]:
+    """Name -> value of everything that decides what a step does.
+
+    Args:
+        shape: the model's, if it says.
+    """
+    found = {"model": shape.name if shape else "", "shape": repr(shape), "data_digest": data.digest}
     for item in fields(config):
         value = getattr(config, item.name)
         if item.name in _OWN:

@@ -40,7 +40,7 @@ from nep.train.config import TrainConfig
 from nep.train.data import TextSamples, load_text
 from nep.train.log import log_to_file
 from nep.train.power_config import PowerConfig
-from nep.train.resume import BAD_INPUT, CannotResume, OtherData, check_resume, subject_of
+from nep.train.resume import BAD_INPUT, CannotResume, Disagreement, check_resume, subject_of
 from nep.train.trainer import Trainer
 from nep.train.view import View as _View
 
@@ -396,7 +396,7 @@ def _train(build: BuildModel, request: _Request, job: Job, *, launched: bool = F
         code = trainer.run(job)
         return 0 if code == STOPPED and launched and trainer.was_stopped else code
     except CannotResume as error:
-        if job.slot == 0 or isinstance(error, OtherData):
+        if job.slot == 0 or isinstance(error, Disagreement):
             print(f"train: {error}", file=sys.stderr)
         return EXIT_BAD_INPUT
     finally:

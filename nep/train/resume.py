@@ -4,9 +4,10 @@ from __future__ import annotations
 
 import dataclasses
 import itertools
+import json
 import logging
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import asdict, dataclass
 from pathlib import Path
 
@@ -17,7 +18,7 @@ from nep.checkpoint.folders import newest_in, none_left, set_aside, whole_in
 from nep.checkpoint.load import Reader, load_state, verify
 from nep.checkpoint.manifest import BadCheckpoint, Manifest
 from nep.checkpoint.subject import Subject
-from nep.fault_tolerance.control_store import ControlStore, data_key, end_key
+from nep.fault_tolerance.control_store import ControlStore, end_key, settings_key
 from nep.fault_tolerance.history import Committed, History
 from nep.fault_tolerance.job import Job
 from nep.fault_tolerance.membership import dead_members
@@ -28,6 +29,7 @@ from nep.parallel.state import SlotState
 from nep.planning.layout import Lines
 from nep.planning.plan import Plan
 from nep.planning.shapes import ModelShape
+from nep.train.agreement import agreed_settings
 from nep.train.config import TrainConfig
 from nep.train.data import SampleSource
 
@@ -52,8 +54,8 @@ class CannotResume(ValueError):
     """There are checkpoints, and the job cannot go on from any of them."""
 
 
-class OtherData(CannotResume):
-    """This slot has other data than the job; the others need not know."""
+class Disagreement(CannotResume):
+    """This slot has other data or settings than the job; the others need not know."""
 
 
 def subject_of(config: TrainConfig, data: SampleSource, model: nn.Module | ModelShape, lines: Lines) -> Subject:
@@ -111,7 +113,7 @@ def find_start(
     """What the job's checkpoints are of, and the one to begin with, if any. All slots but spares call it.
 
     Raises:
-        CannotResume: there are some, and none will do, or slots have different data; the job is over.
+        CannotResume: there are some, and none will do, or slots have different data or settings; the job is over.
     """
 
     def say(line: str) -> None:
@@ -121,7 +123,7 @@ def find_start(
 
     subject = subject_of(config, data, model, model.parameter_lines())  # type: ignore[operator]
     try:
-        require_same_data(store, job.slot, data.digest)
+        require_same_settings(store, job.slot, agreed_settings(config, getattr(model, "shape", None), data))
         return subject, agree_on_checkpoint(store, job.slot, job.num_slots - config.spares, config, subject, say)
     except ValueError as error:
         store.compare_and_set(end_key(), "", str(BAD_INPUT))
@@ -173,18 +175,27 @@ def agree_on_checkpoint(
     raise AssertionError("unreachable")
 
 
-def require_same_data(store: ControlStore, slot: int, digest: str) -> None:
-    """All slots must read the same: a sample is known by its number.
+def require_same_settings(store: ControlStore, slot: int, settings: Mapping[str, str]) -> None:
+    """All slots must do the same with the same data: a sample is known by its number.
+
+    Args:
+        settings: of this slot, see `agreed_settings`.
 
     Raises:
-        OtherData: this slot's differ from those of the one that came first.
+        Disagreement: this slot's differ from those of the one that came first.
     """
-    first, theirs = store.compare_and_set(data_key(), "", f"{slot} {digest}").split()
-    if theirs != digest:
-        raise OtherData(
-            f"slots {first} and {slot} have different data (digests {theirs[:12]} and {digest[:12]}); "
+    mine = json.dumps({"slot": slot, "settings": dict(settings)}, sort_keys=True)
+    first = json.loads(store.compare_and_set(settings_key(), "", mine))
+    theirs, pair = first["settings"], f"slots {first['slot']} and {slot}"
+    other = sorted(name for name in theirs.keys() | settings.keys() if theirs.get(name) != settings.get(name))
+    if "data_digest" in other:
+        raise Disagreement(
+            f"{pair} have different data (digests {theirs['data_digest'][:12]} and {settings['data_digest'][:12]}); "
             "give the same --data, and without it the same release of Python, on all of them"
         )
+    if other:
+        listed = ", ".join(f"{name} ({theirs.get(name)} and {settings.get(name)})" for name in other)
+        raise Disagreement(f"{pair} were started with different settings: {listed}; give all nodes the same options")
 
 
 def _examine(folder: Path, share: int, of: int) -> tuple[Manifest | None, str | None]:

@@ -35,6 +35,7 @@ from nep.parallel.state import SlotState
 from nep.planning.layout import Lines
 from nep.planning.plan import Plan
 from nep.train.adjustments import Adjustment
+from nep.train.agreement import agreed_settings
 from nep.train.alerts import Alerts
 from nep.train.boundary import Boundary
 from nep.train.checkpoints import STOPPED, Checkpoints
@@ -47,7 +48,7 @@ from nep.train.log import follow_generation
 from nep.train.make_run import cluster_of, make_run
 from nep.train.preemption import Preemption
 from nep.train.protection import Protection
-from nep.train.resume import find_start, require_same_data, subject_of
+from nep.train.resume import find_start, require_same_settings, subject_of
 from nep.train.signals import StopSignals
 from nep.train.state_guard import StateGuard
 from nep.train.step import forward_backward, prepare_model
@@ -240,7 +241,7 @@ class Trainer:
         config, model = self.config, self._make_model()
         lines = model.parameter_lines()  # type: ignore[operator]
         self._subject = subject_of(config, self.data, model, lines)
-        require_same_data(store, job.slot, self.data.digest)
+        require_same_settings(store, job.slot, agreed_settings(config, getattr(model, "shape", None), self.data))
         first = first_decision(store, Timeouts(base_s=config.timeout_base_s).start_s)
         assert first.plan is not None
         moments, device = config.optimizer.moments, config.device_of(job.local_index)

@@ -20,11 +20,11 @@ from nep.fault_tolerance.history import Committed, History
 from nep.testing.memory_board import MemoryBoard
 from nep.testing.parity import Training
 from nep.train.resume import (
-    OtherData,
+    Disagreement,
     Resumption,
     agree_on_checkpoint,
     check_resume,
-    require_same_data,
+    require_same_settings,
     small_tensors,
     subject_of,
 )
@@ -189,9 +189,12 @@ def test_history_keeps_every_bit() -> None:
     assert tensors["history.counts_le"].shape == (3, 2, 3)
 
 
-def test_slots_with_different_data_are_both_named() -> None:
+def test_slots_with_different_data_or_settings_are_both_named() -> None:
     board = MemoryBoard()
+    settings = {"data_digest": "a" * 64, "lr": "0.003"}
     for slot in (2, 0):
-        require_same_data(board, slot, "a" * 64)  # type: ignore[arg-type]
-    with pytest.raises(OtherData, match=r"slots 2 and 1 have different data \(digests a{12} and b{12}\)"):
-        require_same_data(board, 1, "b" * 64)  # type: ignore[arg-type]
+        require_same_settings(board, slot, settings)  # type: ignore[arg-type]
+    with pytest.raises(Disagreement, match=r"slots 2 and 1 have different data \(digests a{12} and b{12}\)"):
+        require_same_settings(board, 1, {**settings, "data_digest": "b" * 64})  # type: ignore[arg-type]
+    with pytest.raises(Disagreement, match=r"slots 2 and 3 .* different settings: lr \(0.003 and 0.001\); give all"):
+        require_same_settings(board, 3, {**settings, "lr": "0.001"})  # type: ignore[arg-type]
