@@ -17,6 +17,10 @@ from nep.fault_tolerance.job import Job
 
 Trainer = Callable[[Job], int]
 
+# How long a thread may keep the interpreter while another waits for it (Python's default is ten times that). The thread
+# that trains gives it up in each operation of torch and has to wait for it again, if another one only computes.
+_SWITCH_INTERVAL_S = 5e-4
+
 
 def fork_trainer(trainer: Trainer, job: Job, mask: Iterable[int]) -> int:
     """Run a trainer in a child of this process, which has one thread. Returns the child's pid.
@@ -62,6 +66,7 @@ def _run_trainer(trainer: Trainer, job: Job, mask: Iterable[int], parent_pid: in
         sys.stdout, sys.stderr = processes.LastingStream(sys.stdout), processes.LastingStream(sys.stderr)
         with contextlib.suppress(OSError, ValueError, AttributeError):  # stderr may be no file
             faulthandler.enable()
+        sys.setswitchinterval(_SWITCH_INTERVAL_S)
         code = trainer(job)
     except SystemExit as leaving:
         code = 0 if leaving.code is None else leaving.code
