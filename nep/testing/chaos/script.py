@@ -19,6 +19,8 @@ from typing import Any
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[3]))
 
+from torch.distributed import DistError
+
 from models.mixtral import build
 from nep.fault_tolerance import runtime
 from nep.fault_tolerance.control_store import ControlStore
@@ -108,9 +110,18 @@ class _Injector:
         self._chaos = chaos
         self._store = store
         self._slowness = Slowness()
+        self._store_lost = False
 
     def at(self, phase: str, step: int) -> None:
         self._slowness.pause(step)
+        if self._store_lost:
+            return
+        try:
+            self._at(phase, step)
+        except DistError:
+            self._store_lost = True  # that was the failure: nothing more is injected
+
+    def _at(self, phase: str, step: int) -> None:
         case = self._chaos._cases.get(step)
         if case is None or (phase != "forward" and not self._store.exists(f"chaos/{step}")):
             return
