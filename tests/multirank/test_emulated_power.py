@@ -119,6 +119,7 @@ def test_measured_seconds_make_the_plan_and_the_prediction_holds() -> None:
     assert after.timeline_s() < damaged_s
 
 
+@pytest.mark.soak  # slept: a machine that does other things spoils it
 def test_heat_takes_back_what_cooling_cannot_carry_off() -> None:
     case = replace(QUICK_CASES[0], slots=4, shape=SHAPE, sequences=2)
     powered = PoweredSpeed.uniform(range(4), kelvin_per_w=0.07, tau_s=0.1)

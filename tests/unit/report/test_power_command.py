@@ -168,7 +168,11 @@ def test_limits_are_set_held_and_put_back(boards: Path, capsys: pytest.CaptureFi
 def test_a_command_that_is_ended_puts_limits_back(boards: Path, number: signal.Signals) -> None:
     arguments = ["--simulate", str(boards), "--failed", "3", "--apply"]
     process = subprocess.Popen(
-        [sys.executable, "-u", "-m", "nep.cli", "power", *arguments], cwd=ROOT, stdout=subprocess.PIPE, text=True
+        preexec_fn=lambda: signal.signal(signal.SIGINT, signal.SIG_DFL),  # a shell's background job ignores it
+        args=[sys.executable, "-u", "-m", "nep.cli", "power", *arguments],
+        cwd=ROOT,
+        stdout=subprocess.PIPE,
+        text=True,
     )
     assert process.stdout is not None
     for line in process.stdout:
