@@ -7,7 +7,7 @@ import os
 import subprocess
 import sys
 import time
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -23,6 +23,7 @@ from nep.train.data import load_text
 from nep.train.initialization import initial_units
 
 REPOSITORY = Path(__file__).resolve().parents[2]
+LOSS_TOLERANCE, TENSOR_TOLERANCE = 1e-12, 1e-11  # relative; of a tensor's maximum
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -98,6 +99,43 @@ def run_job(
         seconds=time.monotonic() - start,
         orphans=_orphans(done.stdout) if launcher == "fast" else None,
     )
+
+
+def differences(
+    outcome: JobOutcome,
+    losses: Sequence[float],
+    params: Mapping[str, torch.Tensor],
+    *,
+    of_loss: float = LOSS_TOLERANCE,
+    of_tensor: float = TENSOR_TOLERANCE,
+) -> list[str]:
+    """Where a finished job's losses, weights and samples are not those of a fault-free run, a sentence each.
+
+    Args:
+        outcome: of the job.
+        losses, params: what the reference got, see `reference_job`.
+        of_loss, of_tensor: tolerances, relative and of a tensor's maximum.
+    """
+    result, found = outcome.result, outcome.params
+    if result is None or found is None:
+        return [f"the job ended with exit code {outcome.returncode} and did not write all of its files"]
+    wrong = [f"{result[name]} {name}" for name in ("lost_steps", "lost_samples", "repeated_samples") if result[name]]
+    if len(result["loss"]) != len(losses):
+        wrong.append(f"{len(result['loss'])} losses of {len(losses)} steps")
+    pairs = enumerate(zip(result["loss"], losses, strict=False), 1)
+    wrong += [
+        f"step {step}: loss {loss} for {expected}"
+        for step, (loss, expected) in pairs
+        if not abs(loss - expected) <= of_loss * abs(expected)
+    ]
+    if found.keys() != params.keys():
+        wrong.append(f"other parameters: {sorted(found.keys() ^ params.keys())}")
+    wrong += [
+        f"{name} differs"
+        for name in params.keys() & found.keys()
+        if not (found[name] - params[name]).abs().max() <= of_tensor * params[name].abs().max()
+    ]
+    return wrong + [f"{one['failure']} has not fired" for one in result["failures"] if not one["fired"]]
 
 
 def _orphans(output: str) -> int | None:

@@ -7,8 +7,8 @@ from pathlib import Path
 import pytest
 
 from nep.planning.cost.hardware import HardwareProfile
-from nep.testing.jobs import run_job
-from tests.endtoend.conftest import LOSS_TOLERANCE, SmallJob
+from nep.testing.jobs import LOSS_TOLERANCE, run_job
+from tests.endtoend.conftest import SmallJob
 
 SLOW_TRAIN = Path(__file__).with_name("slow_train.py")
 STEPS = 24

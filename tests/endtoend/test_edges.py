@@ -11,8 +11,8 @@ from pathlib import Path
 
 import pytest
 
-from nep.testing.jobs import REPOSITORY
-from tests.endtoend.conftest import LOSS_TOLERANCE, TENSOR_TOLERANCE, TRAIN, SmallJob
+from nep.testing.jobs import LOSS_TOLERANCE, REPOSITORY, TENSOR_TOLERANCE
+from tests.endtoend.conftest import TRAIN, SmallJob
 from tests.endtoend.test_random_kills import pairs_to_spare
 
 

@@ -11,9 +11,9 @@ from pathlib import Path
 from nep.planning.cost.hardware import HardwareProfile
 from nep.planning.shapes import preset
 from nep.power.simulated_file import create_file
-from nep.testing.jobs import reference_job, run_job
+from nep.testing.jobs import LOSS_TOLERANCE, TENSOR_TOLERANCE, reference_job, run_job
 from nep.testing.reference import ReferenceHyper
-from tests.endtoend.conftest import LOSS_TOLERANCE, LR, TENSOR_TOLERANCE, WARMUP, SmallJob
+from tests.endtoend.conftest import LR, WARMUP, SmallJob
 
 WATTS_TRAIN = Path(__file__).with_name("watts_train.py")
 STEPS, SLOTS, DEFAULT_W = 15, 4, 700

@@ -16,7 +16,7 @@ import torch
 from nep.distributed.transports.probe import look, look_here, nccl_problems
 from nep.fault_tolerance.environment import nccl_variables
 from nep.planning.shapes import preset
-from nep.testing.jobs import JobOutcome, reference_job, run_job
+from nep.testing.jobs import JobOutcome, differences, reference_job, run_job
 from nep.testing.reference import ReferenceHyper
 from nep.train.data import TextCorpus
 
@@ -61,16 +61,8 @@ class GpuJob:
     def check(self, outcome: JobOutcome) -> None:
         """Every loss, every parameter, every sample."""
         assert outcome.returncode == 0, outcome.output
-        result, params = outcome.result, outcome.params
-        assert result is not None and params is not None, outcome.output
-        assert (result["lost_steps"], result["lost_samples"], result["repeated_samples"]) == (0, 0, 0)
-        assert len(result["loss"]) == STEPS
-        for step, (loss, expected) in enumerate(zip(result["loss"], self.losses, strict=True), 1):
-            assert abs(loss - expected) <= LOSS_TOLERANCE * abs(expected), f"step {step}"
-        assert params.keys() == self.params.keys()
-        for name, expected in self.params.items():
-            assert (params[name] - expected).abs().max() <= TENSOR_TOLERANCE * expected.abs().max(), name
-        assert all(failure["fired"] for failure in result["failures"]), result["failures"]
+        wrong = differences(outcome, self.losses, self.params, of_loss=LOSS_TOLERANCE, of_tensor=TENSOR_TOLERANCE)
+        assert not wrong, f"{wrong}: {outcome.output}"
 
 
 @pytest.fixture(scope="module")

@@ -10,8 +10,7 @@ from typing import Any, Self
 
 from nep.testing.chaos.cases import BASE_S, END_S, PAIR, Case, Series
 from nep.testing.chaos.play import Played, Twin
-
-LOSS_TOLERANCE, TENSOR_TOLERANCE = 1e-12, 1e-11
+from nep.testing.jobs import LOSS_TOLERANCE, TENSOR_TOLERANCE
 
 
 @dataclass(kw_only=True)
