@@ -80,6 +80,17 @@ class Saver:
             self._unwanted.append(SaveKeys(step, layout))
             self._changed.notify_all()
 
+    def withdraw(self, step: int, layout: int, board: Board) -> None:
+        """The thread of this slot hangs: a save that the others may wait for ends here and now, for all of them.
+
+        Args:
+            board: another connection than the thread's.
+        """
+        try:
+            end_save(board, SaveKeys(step, layout), self._slot, f"slot {self._slot} hangs while it writes")
+        except RuntimeError as error:
+            log.warning("no checkpoint of step %d, and the others cannot be told: %s", step, error)
+
     def cancel(self, why: str) -> None:
         """Abandon the save in progress, if any and not complete yet; `wait` tells when that is done."""
         with self._changed:

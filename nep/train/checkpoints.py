@@ -124,6 +124,9 @@ class Checkpoints:
         if self._saver.wait(stop=self._is_broken) and self._saving != wanted and self._saver.last_step != wanted[0]:
             self._save()
             self._saver.wait(stop=self._is_broken)
+        if not self._saver.is_idle and not self._is_broken():
+            # The others would wait for this slot's part for longer than it may wait for them in what comes next.
+            self._saver.withdraw(*wanted, self._run.store)
 
     def _dead(self, slots: Collection[int]) -> set[int]:
         return dead_members(self._board, tuple(slots), self._run.incarnations)

@@ -245,6 +245,22 @@ def test_a_thread_that_hangs_is_not_waited_for(tmp_path: Path) -> None:
         assert time.monotonic() < deadline
 
 
+def test_a_slot_whose_thread_hangs_keeps_nobody_waiting(tmp_path: Path) -> None:
+    disk, board = Disk(gate=["slot-00001"]), MemoryBoard()
+    writers = savers(tmp_path, PLAN.slots, board, write=disk, stall_s=15)
+    for slot, snapshot in snapshots().items():
+        writers[slot].save(snapshot)
+    assert not writers[0].wait(0.3), "the others wait for its file"
+    began = time.monotonic()
+    writers[1].withdraw(KEYS.step, KEYS.layout, board)
+    assert all(writers[slot].wait(10) for slot in (0, 2, 3))
+    assert time.monotonic() - began < 5
+    disk.let_through.set()
+    assert writers[1].wait(10)
+    assert not whole_in(tmp_path)
+    assert writers[0].messages() == [] and writers[0].last_step is None
+
+
 def test_a_step_that_has_a_checkpoint_is_not_saved_again(tmp_path: Path) -> None:
     """Survivors of a last failure may disagree on whether the last step has been saved."""
     board = MemoryBoard()
