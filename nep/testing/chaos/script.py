@@ -29,7 +29,7 @@ from nep.fault_tolerance.requests import returners
 from nep.fault_tolerance.runtime import SlotRun
 from nep.fault_tolerance.timeline import Recovery
 from nep.testing.chaos.cases import PHASES, SLOW, SPACING, STORE, SUPERVISOR, Case, Series
-from nep.testing.chaos.victims import choose, helper_for
+from nep.testing.chaos.victims import choose, companion_for
 from nep.testing.launch import STORE_PID_KEY
 from nep.train import checkpoints, main, make_run, trainer
 
@@ -85,11 +85,11 @@ class Chaos:
             if len(victims) > 1 and case.kind not in (SLOW, SUPERVISOR):
                 roles[victims[0]] = (case.kind, "forward")
             else:
-                helper = helper_for(plan, lines, victims, number)
-                if helper is None:
+                companion = companion_for(plan, lines, victims, number)
+                if companion is None:
                     self.note("refused", case=case.name, why="nobody can be lost beside them")
                     return {}
-                roles[helper] = ("kill", "forward")
+                roles[companion] = ("kill", "forward")
         self.note("chosen", case=case.name, victims=list(victims), roles=roles, replicas=plan.replicas)
         return roles
 

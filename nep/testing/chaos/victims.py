@@ -34,7 +34,7 @@ def survives(plan: Plan, lines: Lines, slots: Iterable[int]) -> bool:
     return not lost_intervals(plan, [slot for slot in plan.slots if slot not in gone], lines)
 
 
-def helper_for(plan: Plan, lines: Lines, victims: Sequence[int], number: int) -> int | None:
+def companion_for(plan: Plan, lines: Lines, victims: Sequence[int], number: int) -> int | None:
     """Another slot that may be lost with them: its loss is the recovery in which they fail."""
     others = [slot for slot in plan.slots if slot not in victims and survives(plan, lines, (*victims, slot))]
     return others[number % len(others)] if others else None

@@ -17,7 +17,7 @@ from nep.testing.chaos.cases import KINDS, LOSSES, PAIR, PHASES, REPLICA, STORE,
 from nep.testing.chaos.page import Result, page, results_in
 from nep.testing.chaos.play import Played, Twin
 from nep.testing.chaos.verdict import judge
-from nep.testing.chaos.victims import choose, helper_for
+from nep.testing.chaos.victims import choose, companion_for
 from nep.testing.jobs import JobOutcome
 
 LINES = parameter_lines(preset("debug"))
@@ -61,9 +61,9 @@ def test_victims_are_what_they_are_called(num_slots: int, victims: str) -> None:
         assert (slots in plan.replicas) == (victims == REPLICA) or num_slots == 4
     assert {slot for slots in found for slot in slots} == set(range(num_slots)), "everybody gets a turn"
     one = choose(plan, LINES, "one", 3)
-    helper = helper_for(plan, LINES, one, 0)
-    assert helper is not None and helper not in one
-    assert not lost_intervals(plan, [slot for slot in plan.slots if slot not in (*one, helper)], LINES)
+    companion = companion_for(plan, LINES, one, 0)
+    assert companion is not None and companion not in one
+    assert not lost_intervals(plan, [slot for slot in plan.slots if slot not in (*one, companion)], LINES)
 
 
 def test_nobody_qualifies_where_a_loss_has_not_been_made_good() -> None:
