@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import threading
 import time
 
 import pytest
@@ -43,10 +44,13 @@ def test_a_training_equals_the_reference(cut: str, monkeypatch: pytest.MonkeyPat
 
 @pytest.mark.parametrize("what", ["exchange", "all_gather"])
 def test_an_operation_without_its_peer_ends_with_the_abort(what: str) -> None:
+    given_up = threading.Event()
+
     def body(me: ThreadSlot) -> tuple[str, bool, int, float]:
         if me.slot == 1:
             time.sleep(0.1)  # never takes part
             me.fault.set()
+            given_up.wait(30.0)  # its connections stay open: their end would be an error of the data path
             return "", False, 0, 0.0
         buffer = torch.zeros(4)
         if what == "exchange":
@@ -55,6 +59,7 @@ def test_an_operation_without_its_peer_ends_with_the_abort(what: str) -> None:
             pending = me.groups.transfer.all_gather(torch.zeros(8), buffer)
         with pytest.raises(Fault) as caught:
             me.waiter.wait(pending, "the one that does not come")
+        given_up.set()
         early = pending.ended()
         start = time.monotonic()
         lot = ParkingLot(me.rendezvous.transport)
@@ -72,13 +77,16 @@ def test_an_operation_without_its_peer_ends_with_the_abort(what: str) -> None:
 def test_without_the_abort_the_device_would_not_end() -> None:
     """The stand-in is as stubborn as a kernel."""
 
+    given_up = threading.Event()
+
     def body(me: ThreadSlot) -> str:
         if me.slot == 1:
-            time.sleep(0.3)
+            given_up.wait(30.0)
             return ""
         me.groups.transfer.exchange({}, {1: torch.zeros(4)})
         with pytest.raises(CannotAbandon) as caught:
             me.rendezvous.transport.abandon([me.groups.vote.channel])  # type: ignore[list-item]
+        given_up.set()
         return str(caught.value)
 
     results = run_slots([[0, 1]], body, group_timeout_s=1.0, transport=lambda: transport(0.2))
