@@ -165,7 +165,8 @@ def adopt(run: SlotRun) -> None:
     run.state, run.next_state = run.next_state, None
     run.integrity.break_seal()  # it holds the old state
     del run.sync  # with the old state, before there are new gradients
-    run.sync = GradSync.build(run.state, run.recipe.lines, run.recipe.dtype)
+    recipe = run.recipe
+    run.sync = GradSync.build(run.state, recipe.lines, recipe.dtype, recipe.smallest_bucket_bytes)
 
 
 def _vote(

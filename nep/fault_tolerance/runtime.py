@@ -36,6 +36,7 @@ class Recipe:
         optimizer: AdamW and its schedule.
         total_steps: T of the protocol.
         timeouts: derived from one base.
+        smallest_bucket_bytes: of gradients that travel together, see `nep.parallel.grad_sync.layer_groups`.
         keep_loads: remember the expert loads of every committed step.
         num_replicas, lane_slots: what the job aims at when slots come back.
         num_members: the slots that shall train, spares not counted; 0: as many as there are.
@@ -48,6 +49,7 @@ class Recipe:
     optimizer: OptimizerConfig
     total_steps: int
     timeouts: Timeouts
+    smallest_bucket_bytes: int = 0
     keep_loads: bool = False
     router_bias_rate: float = 0.0
     bias_to_speed: bool = False

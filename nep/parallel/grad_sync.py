@@ -2,9 +2,9 @@
 
 Every gradient is a plain sum over all holders. Each holder sends its piece straight to the owner, which adds
 in slot order and forwards the finished sum to the mirror, so both have the same bits. The return is the
-transpose. The model is cut into buckets by layer; sums start while backward still runs, and parameters still
-return while the next forward runs (`nep.parallel.overlap` says when). All members launch the same transfers in the
-same order on one communicator, whatever they hold.
+transpose. The model is cut into buckets by layer, small layers together; sums start while backward still runs, and
+parameters still return while the next forward runs (`nep.parallel.overlap` says when). All members launch the same
+transfers in the same order on one communicator, whatever they hold.
 """
 
 from __future__ import annotations
@@ -27,10 +27,10 @@ Probe = Callable[[str], None]
 
 @dataclass(frozen=True, kw_only=True)
 class Bucket:
-    """The parameters of one layer.
+    """The parameters of one layer, or of some small ones in a row.
 
     Attributes:
-        layer: as in `Line.layer`; -1 is the embedding, the number of layers the final norm and the head.
+        layer: the lowest, as in `Line.layer`; -1 is the embedding, the number of layers the final norm and the head.
         names: its parameters.
         to_owner, to_mirror, to_holders: this slot's part of the three transfers.
         returned_by: owner -> the intervals (axis, lo, hi) that it returns to this slot.
@@ -59,13 +59,23 @@ class GradSync:
     buckets: tuple[Bucket, ...]
 
     @classmethod
-    def build(cls, state: SlotState, lines: Lines, dtype: torch.dtype) -> GradSync:
-        """Compile the transfers of `state.plan`; the same buckets on every slot."""
+    def build(cls, state: SlotState, lines: Lines, dtype: torch.dtype, smallest_bucket_bytes: int = 0) -> GradSync:
+        """Compile the transfers of `state.plan`; the same buckets on every slot.
+
+        Args:
+            state: what the plan makes the slot keep.
+            lines: the model's parameters.
+            dtype: of the parameters.
+            smallest_bucket_bytes: see `layer_groups`.
+        """
         grads = allocate(state.plan.holders, state.slot, lines, accumulation_dtype(dtype), state.device)
         by_layer: dict[int, list[str]] = {}
         for axis, names in axes(lines).items():
             by_layer.setdefault(lines[names[0]].layer, []).append(axis)
-        buckets = [_bucket(state, grads, lines, layer, tuple(by_layer[layer]), dtype) for layer in sorted(by_layer)]
+        buckets = [
+            _bucket(state, grads, lines, group[0], tuple(axis for layer in group for axis in by_layer[layer]), dtype)
+            for group in layer_groups(lines, dtype, smallest_bucket_bytes)
+        ]
         return cls(state=state, grads=grads, buckets=tuple(buckets))
 
     def zero_grads(self) -> None:
@@ -81,6 +91,34 @@ class GradSync:
         """Squared norm of the finished sums of the owned intervals, added in the order of the lines."""
         sums = self.state.owned.grad_sum.values()
         return float(sum(float(tensor.to(torch.float64).square().sum()) for tensor in sums))
+
+
+def layer_groups(lines: Lines, dtype: torch.dtype, smallest_bytes: int) -> list[list[int]]:
+    """Layers whose transfers go together: a message costs its sender and its receiver more than some kilobytes do.
+
+    Args:
+        lines: the model's parameters.
+        dtype: of the parameters; gradients travel in the accumulation dtype.
+        smallest_bytes: a group has at least so many of gradients, if the model has; 0 leaves layers apart.
+
+    Returns:
+        Layers in forward order. Groups are filled in the order of backward, so that sums start early; what is left in
+        front of the first full one joins it.
+    """
+    element = accumulation_dtype(dtype).itemsize
+    size: dict[int, int] = {}
+    for line in lines.values():
+        size[line.layer] = size.get(line.layer, 0) + line.num_units * line.unit_numel * element
+    groups: list[list[int]] = []
+    full = True
+    for layer in sorted(size, reverse=True):
+        if full:
+            groups.append([])
+        groups[-1].insert(0, layer)
+        full = sum(size[member] for member in groups[-1]) >= smallest_bytes
+    if not full and len(groups) > 1:
+        groups[-2:] = [groups[-1] + groups[-2]]
+    return groups[::-1]
 
 
 def _bucket(

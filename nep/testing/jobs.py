@@ -61,7 +61,8 @@ def run_job(
 
     Args:
         num_slots: processes; with `launcher` alone 1. A multiple of `nodes`.
-        arguments: options of the script; the files to collect are added.
+        arguments: options of the script; the files to collect are added. Unless they say otherwise, each layer is a
+            bucket by itself: small models have more than one then.
         folder: for the run's files, empty or fresh.
         launcher: `alone` (one process), `fast` (nep.testing.launch) or `torchrun`.
         timeout_s: the job is killed after it.
@@ -78,7 +79,7 @@ def run_job(
         command = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node"]
         command += [str(num_slots), str(script)]
     result_path, params_path = folder / "train.json", folder / "params.safetensors"
-    command += [*arguments, "--json", str(result_path), "--save-params", str(params_path)]
+    command += ["--bucket-mib", "0", *arguments, "--json", str(result_path), "--save-params", str(params_path)]
     command += ["--run-dir", str(folder / "runs")]
     start = time.monotonic()
     done = subprocess.run(

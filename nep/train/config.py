@@ -47,6 +47,8 @@ class TrainConfig:
         global_batch_size: sequences of one step, over all replicas.
         micro_batch_size: sequences that a lane runs at a time (gradient accumulation).
         seq_len: tokens of a sequence.
+        bucket_mib: gradients of layers smaller than this travel together with their neighbours', and so do returning
+            parameters; 0: every layer by itself. Few messages for small models, and for large ones no difference.
         dtype: of parameters and activations; master weights and moments are float32 at least.
         seed: of initial values and of the order of samples.
         redundancy: `device` keeps a mirror of every optimizer shard on another slot, `host` in that slot's host memory
@@ -84,6 +86,7 @@ class TrainConfig:
     global_batch_size: int = 16
     micro_batch_size: int = 4
     seq_len: int = 128
+    bucket_mib: float = 1.0
     dtype: Literal["float64", "float32", "bfloat16"] = "float32"
     seed: int = 0
     redundancy: Literal["device", "host", "none"] = "device"
@@ -118,6 +121,11 @@ class TrainConfig:
     @property
     def torch_dtype(self) -> torch.dtype:
         return DTYPES[self.dtype]
+
+    @property
+    def smallest_bucket_bytes(self) -> int:
+        """Bytes of gradients that travel together at least."""
+        return round(self.bucket_mib * 2**20)
 
     @property
     def save_every(self) -> int:
@@ -265,6 +273,8 @@ class TrainConfig:
             )
         if self.validation_sequences < 0:
             problems.append(f"validation_sequences ({self.validation_sequences}) must not be negative")
+        if not 0 <= self.bucket_mib < math.inf:
+            problems.append(f"bucket_mib ({self.bucket_mib}) must be finite and at least 0; 0 leaves layers apart")
         if self.respawn < 0:
             problems.append(f"respawn ({self.respawn}) must not be negative; 0 starts no process anew")
         if self.state_check_every < 0:

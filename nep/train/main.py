@@ -75,6 +75,8 @@ class Options:
     """Sequences that a lane runs at a time."""
     seq_len: int = 128
     """Tokens of a sequence."""
+    bucket_mib: float = 1.0
+    """Gradients of neighbouring layers travel together until they are so many MiB; 0: each layer by itself."""
     lr: float = 3e-3
     """Peak learning rate."""
     warmup_steps: int = 10
@@ -262,6 +264,7 @@ def _checked(options: Options, num_slots: int, local_slots: int) -> _Request:
         global_batch_size=options.global_batch_size,
         micro_batch_size=options.micro_batch_size,
         seq_len=options.seq_len,
+        bucket_mib=options.bucket_mib,
         dtype=options.dtype,
         seed=options.seed,
         redundancy=options.redundancy if plan is None else plan.redundancy,

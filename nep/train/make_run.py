@@ -55,6 +55,7 @@ def make_run(
         optimizer=config.optimizer,
         total_steps=config.steps,
         timeouts=Timeouts(base_s=config.timeout_base_s),
+        smallest_bucket_bytes=config.smallest_bucket_bytes,
         keep_loads=config.loads_out is not None,
         router_bias_rate=config.router_bias_rate,
         bias_to_speed=config.balance.bias_to_speed,
@@ -64,7 +65,7 @@ def make_run(
     )
     sync = GradSync(state=state, grads={}, buckets=())  # of who comes back; it gets one with its first layout
     if progress.layout != NO_LAYOUT:
-        sync = GradSync.build(state, lines, recipe.dtype)
+        sync = GradSync.build(state, lines, recipe.dtype, recipe.smallest_bucket_bytes)
     speeds = dict(zip(state.plan.slots, state.plan.speeds_ppm, strict=True))
     transport = make_transport(config.backend, job, recipe.timeouts)
     injector = Injector(config.failures, job.slot, store, announce)

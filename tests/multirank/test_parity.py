@@ -9,6 +9,7 @@ from functools import lru_cache
 import pytest
 import torch
 
+from nep.parallel.grad_sync import layer_groups
 from nep.parallel.optimizer import OptimizerConfig
 from nep.planning.cluster import Cluster
 from nep.planning.degrees import Degrees
@@ -105,6 +106,20 @@ def test_a_job_that_loses_slots_trains_like_one_process(name: str) -> None:
     plans = shrinking(num_slots, num_replicas, lane_slots, dead, shape)
     phases = spread(plans)
     run = training_of(shape).run(phases)
+    assert_parity(run, shape)
+    assert_one_order(run, [phase.plan for phase in phases])
+
+
+@pytest.mark.parametrize("together", [[[-1, 0], [1, 2]], [[-1, 0, 1, 2]]])
+def test_layers_whose_gradients_travel_together_train_like_one_process(together: list[list[int]]) -> None:
+    """Two buckets, and all in one; between two plans."""
+    shape, lines = TEN_HEADS, parameter_lines(TEN_HEADS)
+    training = training_of(shape)
+    size = sum(line.num_units * line.unit_numel for line in lines.values() if line.layer <= together[0][-1]) * 8
+    config = dataclasses.replace(training.config, bucket_mib=size / 2**20)
+    assert layer_groups(lines, torch.float64, config.smallest_bucket_bytes) == together
+    phases = spread(shrinking(5, 2, 2, [2], shape))
+    run = dataclasses.replace(training, config=config).run(phases)
     assert_parity(run, shape)
     assert_one_order(run, [phase.plan for phase in phases])
 
