@@ -25,7 +25,7 @@ OPTIMIZER = OptimizerConfig(lr=3e-3, warmup_steps=2)
 def make_training(
     shape: ModelShape, config: TrainConfig | None = None, *, overlap: bool = True, bucket_mib: float = 0
 ) -> Training:
-    """Six steps of the tests' samples; optimizer, losses and so on as the config has them. The models are small, so each
+    """Six steps of the tests' samples; optimizer, losses and so on as the config has them. Models are small, so each
     layer is a bucket by itself unless the test says otherwise."""
     config = TrainConfig(dtype="float64", micro_batch_size=2, optimizer=OPTIMIZER) if config is None else config
     config = dataclasses.replace(config, steps=STEPS, global_batch_size=BATCH, seed=SEED, bucket_mib=bucket_mib)
