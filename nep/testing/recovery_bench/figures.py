@@ -132,9 +132,13 @@ def full_since(events: Iterable[Event], kill: Kill, num_ranks: int) -> list[Even
 
 
 def committed_before(events: Events, kill: Kill) -> int:
-    """The last step of the membership that a kill broke."""
+    """The last step of the membership that a kill broke, as those who outlive it know: what only the killed rank saw
+    committed, nobody else has applied."""
     return max(
-        int(step["step"]) for rank in events for step in steps_of(events[rank]) if step["generation"] <= kill.generation
+        int(step["step"])
+        for rank in events
+        for step in steps_of(events[rank])
+        if step["generation"] <= kill.generation and not (rank == kill.rank and step["generation"] == kill.generation)
     )
 
 
@@ -144,8 +148,12 @@ def num_full_steps(events: Iterable[Event], num_ranks: int) -> int:
 
 
 def _after(events: Iterable[Event], kill: Kill, end: float = float("inf")) -> list[Event]:
-    """Steps of a rank that are committed because a kill is over."""
-    return [step for step in steps_of(events) if kill.at < step["t"] < end and step["generation"] > kill.generation]
+    """Steps of a rank that are committed because a kill is over, not those that others had committed before it."""
+    return [
+        step
+        for step in steps_of(events)
+        if kill.at < step["t"] < end and step["generation"] > kill.generation and not step.get("rolled")
+    ]
 
 
 def _outcome(events: Events, kill: Kill, end: float, num_ranks: int) -> Outcome:

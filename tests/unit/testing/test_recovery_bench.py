@@ -68,6 +68,26 @@ def test_a_step_of_the_old_membership_is_no_recovery() -> None:
     assert Figures.of(events, [killed()], 2).summary()["recovery_s"]["p50"] == pytest.approx(0.6)
 
 
+def test_a_step_that_is_rolled_forward_is_neither_recovery_nor_undone() -> None:
+    events = nep_events()
+    events[2] = [*(dict(one) for one in events[0])]
+    for one in (*events[0], *events[1], *events[2]):
+        one["size"] = one.get("size", 0) + 1
+    events[0].insert(3, step(4, 10.05, 3))  # rank 0 saw the vote, rank 2 hears of it in the recovery
+    events[2].insert(4, step(4, 10.25, 2, 2, rolled=True))
+    for rank in (0, 2):
+        del events[rank][5]  # step 4 in the new membership
+    (outcome,) = Figures.of(events, [killed()], 3).outcomes
+    assert outcome.undone_steps == 0 and outcome.recovery_s == pytest.approx(1.0)
+
+
+def test_what_only_the_killed_rank_saw_committed_is_replayed_and_not_undone() -> None:
+    events = nep_events()
+    events[1].insert(3, step(4, 9.99))
+    (outcome,) = Figures.of(events, [killed()], 2).outcomes
+    assert outcome.undone_steps == 0 and outcome.recovery_s == pytest.approx(0.6)
+
+
 def test_a_restart_undoes_steps_and_torchft_drops_one() -> None:
     undone = {rank: [*(step(n, 6.5 + n) for n in (1, 2, 3)), step(2, 15.0, 2, 2)] for rank in (0, 1)}
     for rank in undone:
