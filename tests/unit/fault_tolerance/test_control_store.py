@@ -2,6 +2,7 @@
 
 import json
 import os
+import socket
 import subprocess
 import sys
 import threading
@@ -109,15 +110,19 @@ def test_waiting_takes_no_client_time(store: ControlStore) -> None:
 
 def test_a_waiting_connection_blocks_itself_but_not_its_clone(store: ControlStore) -> None:
     other = store.clone()
-    waiting = threading.Thread(target=store.wait, args=("never", 1.0))
-    start = time.monotonic()
+    waiting = threading.Thread(target=store.wait, args=("awaited", 30.0))
+    found: list[str | None] = []
+    asking = threading.Thread(target=lambda: found.append(store.get("z")))
     waiting.start()
-    time.sleep(0.1)
+    time.sleep(0.3)  # it waits by now; if it does not, the next answer would come too early
     other.set("z", "1")
-    assert waiting.is_alive()
-    assert store.get("z") == "1"  # the same connection: only after the wait
-    assert time.monotonic() - start > 0.9
-    waiting.join()
+    asking.start()  # the same connection: only after the wait
+    time.sleep(0.3)
+    assert waiting.is_alive() and not found
+    other.set("awaited", "1")
+    waiting.join(20)
+    asking.join(20)
+    assert found == ["1"]
 
 
 def test_a_set_is_visible_to_other_connections_when_it_returns(store: ControlStore) -> None:
@@ -202,11 +207,11 @@ def test_bad_addresses_are_refused(address: str) -> None:
 
 
 def test_nobody_there() -> None:
-    free = dist.TCPStore("127.0.0.1", 0, None, True, wait_for_workers=False)
-    port = free.port
-    del free
-    with pytest.raises(RuntimeError, match=r"did not answer within 0\.5 s; check that the launcher"):
-        ControlStore.connect(f"127.0.0.1:{port}", "nep/", 0.5)
+    with socket.socket() as taken:  # but nobody listens
+        taken.bind(("127.0.0.1", 0))
+        address = f"127.0.0.1:{taken.getsockname()[1]}"
+        with pytest.raises(RuntimeError, match=r"did not answer within 0\.5 s; check that the launcher"):
+            ControlStore.connect(address, "nep/", 0.5)
 
 
 def test_discovery(store: ControlStore) -> None:

@@ -76,6 +76,7 @@ def test_it_waits_for_a_decision_that_names_its_incarnation(job: Job) -> None:
 
 
 def test_it_asks_again_if_a_decision_has_passed_it_over(job: Job) -> None:
+    assert job.store.wait(request_key(1), LIMIT_S)
     job.decide(2, (0, 1), {}, request=1)
     assert job.store.wait(request_key(2), LIMIT_S)
     job.decide(3, (0, 1, 2), {2: 2}, request=2)
@@ -134,6 +135,7 @@ def test_a_job_without_a_plan(opened: list[ControlStore], capfd: pytest.CaptureF
 
 
 def test_while_enough_others_train_it_is_a_spare_and_does_not_ask_again(job: Job) -> None:
+    assert job.store.wait(request_key(1), LIMIT_S)
     job.decide(2, (0, 1, 3), {}, request=1)
     time.sleep(0.6)
     assert not job.store.exists(request_key(2)) and not job.joining.done()

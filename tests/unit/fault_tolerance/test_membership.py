@@ -189,9 +189,10 @@ def test_who_says_nothing_is_fenced_and_left_out_once_it_is_dead(world: World) -
 
     acknowledged = world.pool.submit(supervisor)
     start = time.monotonic()
-    futures = [world.agree(slot, timeouts=Timeouts(base_s=0.5)) for slot in (0, 2)]
+    together = threading.Barrier(2)  # or the first would fence the second, too
+    futures = [world.agree(slot, timeouts=Timeouts(base_s=1.0), before=together.wait) for slot in (0, 2)]
     assert {future.result(timeout=20).members for future in futures} == {(0, 2)}
-    assert time.monotonic() - start >= 0.5, "it gets the time of one wait to answer"
+    assert time.monotonic() - start >= 1.0, "it gets the time of one wait to answer"
     acknowledged.result(timeout=20)
     assert not world.store.exists(fence_key(0)) and not world.store.exists(fence_key(2))
 
@@ -204,8 +205,9 @@ def test_a_slot_that_was_waited_for_in_vain_is_fenced_sooner(world: World) -> No
 
     acknowledged = world.pool.submit(supervisor)
     start = time.monotonic()
-    futures = [world.agree(slot, silent_s=0.1) for slot in (0, 2)]
-    assert {future.result(timeout=15).members for future in futures} == {(0, 2)}
+    together = threading.Barrier(2)
+    futures = [world.agree(slot, silent_s=0.1, before=together.wait) for slot in (0, 2)]
+    assert {future.result(timeout=20).members for future in futures} == {(0, 2)}
     assert 0.1 <= time.monotonic() - start < TIMEOUTS.wait_s
     acknowledged.result(timeout=20)
 

@@ -117,7 +117,7 @@ def test_a_call_fails_at_once_or_is_patient(proxy: StoreProxy, store: ControlSto
     start = time.monotonic()
     with pytest.raises(dist.DistNetworkError, match="cannot be reached"):
         store.get("key")
-    assert time.monotonic() - start < 3.0
+    assert time.monotonic() - start < LIMIT_S / 2, "it is not patient"
     threading.Timer(0.7, proxy.mend).start()
     with store.patience(LIMIT_S):
         assert store.raise_fault(4, {"reason": "mine"}) == {"reason": "mine"}
@@ -203,7 +203,7 @@ def test_a_supervisor_tells_a_store_that_is_out_of_reach_from_one_that_is_gone(
         slot=1, num_slots=2, slots_per_node=2, run_id="x", store_address=proxy.address, run_dir=tmp_path, joins=True
     )
     said: list[str] = []
-    timeouts = dataclasses.replace(SupervisorTimeouts.from_base(1.0), grace_s=0.4, slow_poll_s=0.05)
+    timeouts = dataclasses.replace(SupervisorTimeouts.from_base(1.0), grace_s=1.5, slow_poll_s=0.05)
     link = StoreLink(spec, timeouts, said.append)
     link.connect()
     plain = outside.at_prefix(spec.prefix)
@@ -213,7 +213,7 @@ def test_a_supervisor_tells_a_store_that_is_out_of_reach_from_one_that_is_gone(
     leave(proxy)
     until(lambda: link.ask(lambda store: store.exists("key"), None) is None)
     assert link.away_s and link.is_refused == (kind == "refused") and not link.is_gone
-    time.sleep(0.5)
+    time.sleep(1.6)
     assert link.is_gone == (kind == "refused")
     assert ("is gone" in said[0]) == (kind == "refused")
     come_back(proxy)

@@ -47,7 +47,7 @@ def test_descendants_and_their_end() -> None:
         took = time.monotonic() - start
         left = processes.descendants(os.getpid())
         processes.end_descendants(0.0)
-        print(len(found), ended, left == {spared}, 0.2 <= took < 5, processes.descendants(os.getpid()))
+        print(len(found), ended, left == {spared}, 0.2 <= took < 30, processes.descendants(os.getpid()))
         """
     )
     assert output == "4 3 True True set()"
@@ -130,5 +130,5 @@ def test_hosts_are_looked_up_in_files() -> None:
         found = processes.look_up_hosts_in_files()
         start = time.monotonic()
         socket.getnameinfo(("::ffff:192.0.2.1", 80, 0, 0), 0)  # of no host: the DNS would be asked
-        os._exit(0 if not found or time.monotonic() - start < 0.1 else 1)
+        os._exit(0 if not found or time.monotonic() - start < 3.0 else 1)  # a resolver gets 5 s
     assert os.waitpid(pid, 0)[1] == 0
