@@ -5,14 +5,17 @@ It asks to be drained, before its machine is taken away or does harm. A job that
 
 from __future__ import annotations
 
+import threading
+import time
 from collections.abc import Callable
 
-from torch.distributed import DistError
-
+from nep.fault_tolerance.connections import lent
 from nep.fault_tolerance.requests import Request, drained
 from nep.fault_tolerance.runtime import SlotRun
 from nep.train.health import HealthWatch
 from nep.train.signals import StopSignals
+
+_PATIENCE_S = 2.0  # for the store's answer, until people are told that there is none
 
 
 class Preemption:
@@ -36,7 +39,10 @@ class Preemption:
     ):
         self._signals, self._health = signals, health
         self._run, self._can_stop, self._announce = run, can_stop, announce
-        self._told = False
+        self._asking: threading.Thread | None = None
+        self._asked_at: float | None = None  # when first, on the monotonic clock; None: never
+        self._told = False  # the job knows
+        self._warned = False  # that the store does not answer
 
     @property
     def reason(self) -> str | None:
@@ -48,17 +54,42 @@ class Preemption:
         return None
 
     def tell(self) -> None:
-        """Ask once that this slot may leave. Between two steps, in the main thread; it waits for nobody."""
-        run, reason = self._run, self.reason
+        """See to it that the job knows that this slot may leave. Between two steps, in the main thread; no waits.
+
+        The store is asked in a thread of its own, again before each step until it has answered.
+        """
+        reason = self.reason
         if reason is None or self._told:
             return
+        now = time.monotonic()
+        self._asked_at = now if self._asked_at is None else self._asked_at
+        if self._asking is None or not self._asking.is_alive():
+            self._asking = threading.Thread(target=self._ask, args=(reason,), name="leave", daemon=True)
+            self._asking.start()
+        elif now - self._asked_at > _PATIENCE_S:
+            self._warn(reason, f"for {now - self._asked_at:.0f} s")
+
+    def _ask(self, reason: str) -> None:
+        run = self._run
         try:
-            if run.slot not in drained(run.requests.known):
-                run.requests.post(run.store, Request(kind="drain", slot=run.slot))
-        except DistError:
-            return  # the store cannot be reached: the next boundary asks again
+            with lent(run.connections) as store:
+                run.requests.read(store)
+                if run.slot not in drained(run.requests.known):
+                    run.requests.post(store, Request(kind="drain", slot=run.slot))
+        except RuntimeError as error:
+            self._warn(reason, f"({error})")
+            return
         self._told = True
         self._announce(f"{reason}: this slot leaves after the next step")
+
+    def _warn(self, reason: str, how: str) -> None:
+        """Once: people may have to do by hand what the job cannot do in time."""
+        if not self._warned:
+            self._warned = True
+            self._announce(
+                f"{reason}: the control store has not answered {how}, so the others do not know; this slot trains on "
+                "and leaves after the first step at which it answers; if the machine goes before, that is a loss"
+            )
 
     def ends_job(self) -> bool:
         """Whether every slot that trains shall leave, so that a checkpoint is all that can be done."""
