@@ -32,12 +32,12 @@ class Request:
         kind: drain (the slot shall leave), undrain (it may come back), join (a trainer has come up and waits) or plan
             (the job shall go on under another plan, see `nep.fault_tolerance.proposals`).
         slot: which one; plan: who proposes it.
-        incarnation: join: which trainer of the slot. drain: the one that shall leave, since its node does; 0: the slot
-            shall stay away until it is undrained.
+        incarnation: join: which trainer of the slot. drain: the one that shall leave, since its node does or is about
+            to; 0: the slot shall stay away until it is undrained.
         time: when, seconds since the epoch.
         digest: plan: of its canonical JSON.
         base: plan: number of the plan that it follows; it is void once there is another.
-        why: plan: JSON for whoever carries it out.
+        why: plan: JSON for whoever carries it out. drain: what asked for it, if it was no operator.
         nonce: tells equal requests apart, so that each has a number of its own.
     """
 
@@ -129,6 +129,17 @@ def drained(requests: Iterable[Request]) -> frozenset[int]:
         elif request.kind == "undrain" or request.incarnation > found.get(request.slot, 0) > 0:
             found.pop(request.slot, None)
     return frozenset(found)
+
+
+def kept_away(requests: Iterable[Request]) -> dict[int, str]:
+    """Slots that stay away whichever trainer of theirs comes, until they are undrained -> who or what wanted that."""
+    found: dict[int, str] = {}
+    for request in requests:
+        if request.kind == "drain" and not request.incarnation:
+            found[request.slot] = request.why or "an operator"
+        elif request.kind == "undrain":
+            found.pop(request.slot, None)
+    return found
 
 
 def leaving(requests: Sequence[Request], slots: Sequence[int]) -> tuple[int, ...]:

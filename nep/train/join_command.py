@@ -54,6 +54,9 @@ def main(arguments: Sequence[str]) -> int:
         raise RuntimeError(f"job {job.address.run_id} is over (exit code {job.exit_code}); there is nothing to join")
     command, folder = _command(job.address, given)
     slots = _slots(job, options.slots)
+    for slot, who in job.kept_away().items():
+        if job.host_of(slot) == os.uname().nodename:
+            print_text(f"slot {slot} stays away (asked for by {who}); let it come back with: nep undrain {slot}")
     print_text(f"job {job.address.run_id}: bringing back slots {slots} with {' '.join(command)}")
     return _run(job.address, slots, command, folder)
 
@@ -81,7 +84,8 @@ def _slots(job: RunningJob, wanted: tuple[int, ...]) -> list[int]:
     absent = job.absent()
     if wanted:
         if refused := sorted(set(wanted) - set(absent)):
-            how = ", ".join(f"slot {slot} is {states[slot]}" for slot in refused)
+            kept = {slot: f" (asked for by {who})" for slot, who in job.kept_away().items()}
+            how = ", ".join(f"slot {slot} is {states[slot]}{kept.get(slot, '')}" for slot in refused)
             raise ValueError(f"{how}; only slots that are lost with their supervisor can join, for others: nep undrain")
         return sorted(set(wanted))
     if not absent:

@@ -75,12 +75,19 @@ class Preemption:
             with lent(run.connections) as store:
                 run.requests.read(store)
                 if run.slot not in drained(run.requests.known):
-                    run.requests.post(store, Request(kind="drain", slot=run.slot))
+                    run.requests.post(store, self._request())
         except RuntimeError as error:
             self._warn(reason, f"({error})")
             return
         self._told = True
         self._announce(f"{reason}: this slot leaves after the next step")
+
+    def _request(self) -> Request:
+        """After a notice only this trainer leaves: the node may come back with another. Sick hardware stays away."""
+        run = self._run
+        if self._signals.noticed:
+            return Request(kind="drain", slot=run.slot, incarnation=run.job.incarnation, why="a preemption notice")
+        return Request(kind="drain", slot=run.slot, why="its health check")
 
     def _warn(self, reason: str, how: str) -> None:
         """Once: people may have to do by hand what the job cannot do in time."""

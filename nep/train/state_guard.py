@@ -90,6 +90,7 @@ def _post(run: SlotRun, missing: list[tuple[int, int]], members: tuple[int, ...]
                     continue
                 asks = int(store.compare_and_set(corruption_key(step, slot), "", str(run.slot)))
                 if asks == run.slot or asks not in members:
-                    run.requests.post(store, Request(kind="drain", slot=slot, nonce=_nonce(step, slot)))
+                    why, nonce = "the check of its memory", _nonce(step, slot)
+                    run.requests.post(store, Request(kind="drain", slot=slot, nonce=nonce, why=why))
     except RuntimeError as error:  # tried again before the next step
         log.warning("slots that were named cannot be asked to leave yet: %s", error)

@@ -14,6 +14,7 @@ from nep.fault_tolerance.requests import (
     Requests,
     drained,
     incarnation_of,
+    kept_away,
     leaving,
     returners,
     standing,
@@ -100,6 +101,12 @@ def test_a_drain_of_one_trainer_ends_with_the_next() -> None:
     assert drained(asked("drain 1 2", "undrain 1")) == frozenset()
     assert drained(asked("drain 1", "drain 1 2", "join 1 3")) == {1}
     assert drained(asked("drain 1 2", "drain 1", "join 1 3")) == {1}
+
+
+def test_who_stays_away_is_named_with_who_wanted_it() -> None:
+    sick = Request(kind="drain", slot=4, why="its health check")
+    known = [*asked("drain 1 2", "drain 2", "drain 3", "undrain 3", "join 2 2"), sick]
+    assert kept_away(known) == {2: "an operator", 4: "its health check"}
 
 
 def test_as_many_come_as_are_missing_in_the_order_in_which_they_asked() -> None:

@@ -107,11 +107,26 @@ def test_other_settings_are_refused_by_name(store: ControlStore, spec: JobSpec) 
 
 def test_a_job_that_is_over_and_a_slot_that_an_operator_drained(store: ControlStore, spec: JobSpec) -> None:
     Requests().post(store, Request(kind="drain", slot=2))
-    with pytest.raises(ValueError, match="slot 2 is drained"):
+    with pytest.raises(ValueError, match=r"slot 2 is drained \(asked for by an operator\); .* nep undrain 2"):
         take_over(spec)
     store.set(end_key(), "4")
     with pytest.raises(RuntimeError, match="over"):
         take_over(spec)
+
+
+def test_only_a_preemption_is_over_when_the_node_comes_back(
+    store: ControlStore, spec: JobSpec, job: RunningJob
+) -> None:
+    requests = Requests()
+    requests.post(store, Request(kind="drain", slot=2, incarnation=2, why="a preemption notice"))
+    assert join_command._slots(job, ()) == [2]
+    requests.post(store, Request(kind="drain", slot=2, why="its health check"))
+    with pytest.raises(ValueError, match=r"slot 2 is drained \(asked for by its health check\)"):
+        join_command._slots(job, (2,))
+    with pytest.raises(ValueError, match="asked for by its health check"):
+        take_over(spec)
+    requests.post(store, Request(kind="undrain", slot=2))
+    assert take_over(spec) == 3
 
 
 def test_one_that_left_with_its_node_may_come_back(store: ControlStore, spec: JobSpec) -> None:

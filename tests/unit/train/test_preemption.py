@@ -9,7 +9,7 @@ from typing import Any
 
 import pytest
 
-from nep.fault_tolerance.requests import Request, Requests, drained
+from nep.fault_tolerance.requests import Request, Requests, drained, kept_away
 from nep.testing.memory_board import MemoryBoard
 from nep.train import preemption
 from nep.train.preemption import Preemption
@@ -54,7 +54,9 @@ def test_the_slot_is_drained_once() -> None:
     slot = Slot(MemoryBoard())
     for _ in range(3):
         slot.tell()
-    assert [(one.kind, one.slot) for one in slot.run.requests.known] == [("drain", 2)]
+    (asked,) = slot.run.requests.known
+    assert (asked.kind, asked.slot, asked.incarnation) == ("drain", 2, 3), "only this trainer: the node may come back"
+    assert kept_away([asked]) == {}
     assert slot.lines == ["preemption notice: this slot leaves after the next step"] and slot.back == 1
 
 
@@ -62,6 +64,14 @@ def test_who_is_drained_already_does_not_ask_again() -> None:
     slot = Slot(MemoryBoard(), known=(Request(kind="drain", slot=2),))
     slot.tell()
     assert len(slot.run.requests.known) == 1
+
+
+def test_sick_hardware_stays_away_whichever_trainer_comes() -> None:
+    slot = Slot(MemoryBoard())
+    slot.signals.noticed = False
+    slot.notice._health = SimpleNamespace(complaint="ECC errors")  # type: ignore[assignment]
+    slot.tell()
+    assert kept_away(slot.run.requests.known) == {2: "its health check"}
 
 
 def test_without_a_notice_nothing_is_asked() -> None:
