@@ -12,6 +12,7 @@ import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
+from typing import Any
 
 import torch
 import tyro
@@ -42,6 +43,7 @@ from nep.train.options import Options
 from nep.train.power_config import PowerConfig
 from nep.train.resume import BAD_INPUT, CannotResume, Disagreement, check_resume, subject_of
 from nep.train.trainer import Trainer
+from nep.train.unused_options import unused_problems
 from nep.train.view import View as _View
 
 BuildModel = Callable[[ModelShape, torch.dtype, str], nn.Module]
@@ -123,15 +125,12 @@ def _checked(options: Options, num_slots: int, local_slots: int) -> _Request:
         shape = dataclasses.replace(shape, router_bias=True)
     plan = None if options.plan is None else read_plan(options.plan)
     degrees = None if options.degrees is None else Degrees.parse(options.degrees)
-    replicas, tp = options.replicas, options.tp
-    if degrees is not None:
-        replicas, tp = max(1, (num_slots - options.spares) // degrees.replica_slots), degrees.tp
-    elif plan is not None:
-        replicas, tp = len(plan.replicas), max(len(lane.slots) for lane in plan.lanes)
+    in_force = _decided(options, plan, degrees, num_slots)
+    decided = dataclasses.replace(options, **in_force)
     config = TrainConfig(
         steps=options.steps,
-        replicas=replicas,
-        tp=tp,
+        replicas=decided.replicas,
+        tp=decided.tp,
         degrees=degrees,
         global_batch_size=options.global_batch_size,
         micro_batch_size=options.micro_batch_size,
@@ -139,7 +138,7 @@ def _checked(options: Options, num_slots: int, local_slots: int) -> _Request:
         bucket_mib=options.bucket_mib,
         dtype=options.dtype,
         seed=options.seed,
-        redundancy=options.redundancy if plan is None else plan.redundancy,
+        redundancy=decided.redundancy,
         optimizer=OptimizerConfig(
             algorithm=options.optimizer,
             momentum=options.momentum,
@@ -193,7 +192,7 @@ def _checked(options: Options, num_slots: int, local_slots: int) -> _Request:
             ),
         ),
     )
-    config.check(shape, num_slots, local_slots)
+    config.check(shape, num_slots, local_slots, also=unused_problems(options, in_force))
     data = load_text(options.data).samples(seq_len=config.seq_len, seed=config.seed)
     if data.vocab_size > shape.vocab_size:
         raise ValueError(
@@ -202,6 +201,17 @@ def _checked(options: Options, num_slots: int, local_slots: int) -> _Request:
         )
     check_resume(config, subject_of(config, data, shape, parameter_lines(shape)))
     return _Request(shape=shape, config=config, data=data)
+
+
+def _decided(options: Options, plan: Plan | None, degrees: Degrees | None, num_slots: int) -> dict[str, Any]:
+    """Options that the plan or the degrees decide -> their values."""
+    found: dict[str, Any] = {} if plan is None else {"redundancy": plan.redundancy}
+    if degrees is not None:
+        replicas = max(1, (num_slots - options.spares) // degrees.replica_slots)
+        return found | {"replicas": replicas, "tp": degrees.tp}
+    if plan is not None:
+        found |= {"replicas": len(plan.replicas), "tp": max(len(lane.slots) for lane in plan.lanes)}
+    return found
 
 
 def _plan_changes(texts: Sequence[str]) -> dict[int, Plan]:
