@@ -149,6 +149,22 @@ def leaving(requests: Sequence[Request], slots: Sequence[int]) -> tuple[int, ...
     return gone if len(gone) < len(slots) else gone[1:]
 
 
+def spares_first(requests: Sequence[Request], slots: Sequence[int], considered: int) -> bool:
+    """Whether those that wait are to be let in before anybody leaves: all slots of a plan shall leave.
+
+    They come beside these, so nobody has to hold everything meanwhile. It is tried once each time that this is asked
+    for: whoever waits may be dead, which only a decision finds out.
+
+    Args:
+        requests: up to the one that counts.
+        slots: of the plan.
+        considered: number of the last request that an earlier decision has answered.
+    """
+    asked = drained(requests)
+    newest = max((n for n, one in enumerate(requests, 1) if one.kind == "drain" and one.slot in slots), default=0)
+    return asked.issuperset(slots) and newest > considered and bool(standing(requests).keys() - set(slots))
+
+
 def returners(requests: Sequence[Request], considered: int) -> dict[int, int]:
     """Slots that wait to be members -> which trainer of theirs, in the order in which they asked.
 

@@ -1,6 +1,7 @@
 """A slot that leaves by itself: a preemption notice (SIGUSR1) has come, or its health check complains.
 
-It asks to be drained, before its machine is taken away or does harm. A job that all slots must leave stops.
+It asks to be drained, before its machine is taken away or does harm. If all slots must leave, those that wait in reserve
+take over; if nobody waits, the job stops.
 """
 
 from __future__ import annotations
@@ -10,7 +11,8 @@ import time
 from collections.abc import Callable
 
 from nep.fault_tolerance.connections import lent
-from nep.fault_tolerance.requests import Request, drained
+from nep.fault_tolerance.control_store import exit_key
+from nep.fault_tolerance.requests import Request, drained, standing
 from nep.fault_tolerance.runtime import SlotRun
 from nep.train.health import HealthWatch
 from nep.train.signals import StopSignals
@@ -42,6 +44,7 @@ class Preemption:
         self._asking: threading.Thread | None = None
         self._asked_at: float | None = None  # when first, on the monotonic clock; None: never
         self._told = False  # the job knows
+        self._waiting: frozenset[int] | None = None  # slots that could go on; None: not known yet
         self._warned = False  # that the store does not answer
 
     @property
@@ -59,14 +62,14 @@ class Preemption:
         The store is asked in a thread of its own, again before each step until it has answered.
         """
         reason = self.reason
-        if reason is None or self._told:
+        if reason is None or (self._told and not self._all_leave()):
             return
         now = time.monotonic()
         self._asked_at = now if self._asked_at is None else self._asked_at
         if self._asking is None or not self._asking.is_alive():
             self._asking = threading.Thread(target=self._ask, args=(reason,), name="leave", daemon=True)
             self._asking.start()
-        elif now - self._asked_at > _PATIENCE_S:
+        elif not self._told and now - self._asked_at > _PATIENCE_S:
             self._warn(reason, f"for {now - self._asked_at:.0f} s")
 
     def _ask(self, reason: str) -> None:
@@ -74,13 +77,17 @@ class Preemption:
         try:
             with lent(run.connections) as store:
                 run.requests.read(store)
+                waiting = standing(run.requests.known).items()
+                self._waiting = frozenset(slot for slot, one in waiting if not store.exists(exit_key(slot, one)))
                 if run.slot not in drained(run.requests.known):
                     run.requests.post(store, self._request())
         except RuntimeError as error:
-            self._warn(reason, f"({error})")
+            if not self._told:
+                self._warn(reason, f"({error})")
             return
-        self._told = True
-        self._announce(f"{reason}: this slot leaves after the next step")
+        if not self._told:
+            self._told = True
+            self._announce(f"{reason}: this slot leaves after the next step")
 
     def _request(self) -> Request:
         """After a notice only this trainer leaves: the node may come back with another. Sick hardware stays away."""
@@ -99,9 +106,13 @@ class Preemption:
             )
 
     def ends_job(self) -> bool:
-        """Whether every slot that trains shall leave, so that a checkpoint is all that can be done."""
-        asked = drained(self._run.requests.known)
-        return self.reason is not None and self._can_stop and asked.issuperset(self._run.state.plan.slots)
+        """Whether every slot that trains shall leave and nobody waits, so that a checkpoint is all that can be done."""
+        if self.reason is None or not self._can_stop or self._waiting is None or not self._all_leave():
+            return False
+        return not self._waiting - drained(self._run.requests.known) - set(self._run.state.plan.slots)
+
+    def _all_leave(self) -> bool:
+        return drained(self._run.requests.known).issuperset(self._run.state.plan.slots)
 
     def finish(self) -> None:
         """The training is over."""

@@ -9,6 +9,7 @@ from typing import Any
 
 import pytest
 
+from nep.fault_tolerance.control_store import exit_key
 from nep.fault_tolerance.requests import Request, Requests, drained, kept_away
 from nep.testing.memory_board import MemoryBoard
 from nep.train import preemption
@@ -25,7 +26,7 @@ class Slot:
 
     def __init__(self, board: MemoryBoard, slot: int = 2, known: tuple[Request, ...] = ()):
         self.lines: list[str] = []
-        self.back = 0
+        self.back, self.board = 0, board
         self.signals: Any = SimpleNamespace(noticed=True)
         requests = Requests()
         for one in known:
@@ -79,6 +80,28 @@ def test_without_a_notice_nothing_is_asked() -> None:
     slot.signals.noticed = False
     slot.tell()
     assert slot.notice._asking is None and not slot.notice.ends_job()
+
+
+def everybody_leaves(*more: Request) -> Slot:
+    """Slots 0 and 1 are drained, slot 2 gets the notice: with that all that train shall leave."""
+    return Slot(MemoryBoard(), known=(*(Request(kind="drain", slot=slot) for slot in (0, 1)), *more))
+
+
+def test_a_job_that_all_leave_ends_only_if_nobody_waits() -> None:
+    alone = everybody_leaves()
+    assert not alone.notice.ends_job(), "slot 2 stays so far"
+    alone.tell()
+    assert alone.notice.ends_job()
+    spare = Request(kind="join", slot=3, incarnation=1)
+    slot = everybody_leaves(spare)
+    slot.tell()
+    assert not slot.notice.ends_job()
+    slot.board.set(exit_key(3, 1), "{}")
+    slot.tell()
+    assert slot.notice.ends_job(), "the spare is dead"
+    leaves_too = everybody_leaves(spare, Request(kind="drain", slot=3))
+    leaves_too.tell()
+    assert leaves_too.notice.ends_job()
 
 
 def test_a_frozen_store_does_not_hold_the_step(monkeypatch: pytest.MonkeyPatch) -> None:
