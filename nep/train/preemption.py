@@ -1,7 +1,7 @@
 """A slot that leaves by itself: a preemption notice (SIGUSR1) has come, or its health check complains.
 
-It asks to be drained, before its machine is taken away or does harm. If all slots must leave, those that wait in reserve
-take over; if nobody waits, the job stops.
+It asks to be drained, before its machine is taken away or does harm. If all slots must leave, those that wait
+in reserve take over; if nobody waits, the job stops.
 """
 
 from __future__ import annotations

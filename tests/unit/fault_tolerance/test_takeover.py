@@ -187,6 +187,23 @@ def test_what_is_run(job: RunningJob, tmp_path: Path) -> None:
             join_command._command(dataclasses.replace(job.address, command=command), ())
 
 
+def test_a_node_that_comes_back_may_tell_of_alerts(
+    job: RunningJob, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    run: list[tuple[str, ...]] = []
+    monkeypatch.setattr(join_command, "find_job", lambda name: job.address)
+    monkeypatch.setattr(join_command, "_run", lambda address, slots, command, folder: run.append(command) or 0)
+    assert join_command.main(["--on-alert", "cat /its/secret"]) == 0
+    assert run == [(__file__, "--seed", "0", "--on-alert", "cat /its/secret")]
+    assert "secret" not in capsys.readouterr().out
+    assert join_command.main([]) == 0 and run[1] == (__file__, "--seed", "0")
+    with pytest.raises(ValueError, match="there is no program 'nowhere'"):
+        join_command.main(["--on-alert", "nowhere"])
+    with pytest.raises(ValueError, match="given twice"):
+        join_command.main(["--on-alert", "cat", "--", __file__, "--on_alert=cat"])
+    assert len(run) == 2
+
+
 # The end.
 
 
