@@ -19,10 +19,11 @@ import tyro
 from torch import nn
 
 from nep.fault_tolerance import environment
+from nep.fault_tolerance.alone import run_alone
 from nep.fault_tolerance.environment import job_from_environment
 from nep.fault_tolerance.injection import Failure
 from nep.fault_tolerance.job import Job, JobSpec
-from nep.fault_tolerance.supervisor import run_alone, supervise
+from nep.fault_tolerance.supervisor import supervise
 from nep.moe.aux_losses import AuxLosses
 from nep.parallel.optimizer import OptimizerConfig
 from nep.planning.cluster import Cluster
