@@ -8,9 +8,11 @@ nobody meanwhile: so new ones are not opened at once in place of those that a re
 
 from __future__ import annotations
 
+import contextlib
 import threading
 import time
 from collections import deque
+from collections.abc import Iterator
 
 from nep.fault_tolerance.control_store import ControlStore
 
@@ -85,3 +87,16 @@ class Connections:
                     self._idle.append(self._store.clone())
             except RuntimeError:
                 return  # the store is gone; whoever needs it will say so
+
+
+@contextlib.contextmanager
+def lent(connections: Connections) -> Iterator[ControlStore]:
+    """A connection for the time of a few calls in one thread, given back however they end.
+
+    One that has failed is given back, too: whoever takes it next finds out first whether it works, and opens another.
+    """
+    connection = connections.take()
+    try:
+        yield connection
+    finally:
+        connections.give_back(connection)

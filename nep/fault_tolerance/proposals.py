@@ -13,6 +13,7 @@ import logging
 import threading
 from collections.abc import Sequence
 
+from nep.fault_tolerance.connections import lent
 from nep.fault_tolerance.control_store import plan_key
 from nep.fault_tolerance.requests import Request
 from nep.fault_tolerance.runtime import SlotRun
@@ -40,10 +41,9 @@ class Proposal:
     def _post(self) -> None:
         run = self._run
         try:
-            store = run.connections.take()
-            store.set(plan_key(self._plan.digest), self._plan.canonical_json())
-            self._number = run.requests.post(store, self._request)
-            run.connections.give_back(store)
+            with lent(run.connections) as store:
+                store.set(plan_key(self._plan.digest), self._plan.canonical_json())
+                self._number = run.requests.post(store, self._request)
         except RuntimeError as error:
             log.warning("a plan cannot be proposed: %s", error)
 

@@ -16,7 +16,7 @@ from nep.fault_tolerance.control_store import exit_key
 from nep.fault_tolerance.detection import FaultWatch
 from nep.fault_tolerance.membership import agree, dead_members, fault_reason
 from nep.fault_tolerance.records import NO_LAYOUT, Decision, Progress
-from nep.fault_tolerance.requests import incarnation_of, standing, taken_in
+from nep.fault_tolerance.requests import drained, incarnation_of, standing, taken_in
 from nep.fault_tolerance.returning import share_bytes, share_routing
 from nep.fault_tolerance.runtime import Generation, SlotRun
 from nep.fault_tolerance.timeline import Recovery
@@ -178,7 +178,8 @@ def _agree(run: SlotRun, number: int, members: tuple[int, ...], silent_s: float 
 def _registered(run: SlotRun, here: Collection[int]) -> tuple[int, dict[int, int]]:
     """Who comes with the next decision: the last request that it answers, and slot -> which trainer.
 
-    As many as are missing of those that wait, spares included: they have asked before and were not needed then.
+    As many as are missing of those that wait, spares included: they have asked before and were not needed then. Members
+    that shall leave, and have not yet, are missing already.
 
     Args:
         here: members of the generation before that have posted and live, as far as this slot knows, and stay.
@@ -193,7 +194,8 @@ def _registered(run: SlotRun, here: Collection[int]) -> tuple[int, dict[int, int
             break
     waiting = standing(known[:request])
     live = {slot: one for slot, one in waiting.items() if not run.store.exists(exit_key(slot, one))}
-    return request, taken_in(live, here, run.wanted_members)
+    about_to_leave = len(drained(known[:request]) & set(here))
+    return request, taken_in(live, here, run.wanted_members + about_to_leave)
 
 
 def _settle(run: SlotRun, decision: Decision) -> None:

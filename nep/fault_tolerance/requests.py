@@ -32,12 +32,12 @@ class Request:
         kind: drain (the slot shall leave), undrain (it may come back), join (a trainer has come up and waits) or plan
             (the job shall go on under another plan, see `nep.fault_tolerance.proposals`).
         slot: which one; plan: who proposes it.
-        incarnation: join: which trainer of the slot. drain: the one that shall leave, since its node does; 0: the slot
-            shall stay away until it is undrained.
+        incarnation: join: which trainer of the slot. drain: the one that shall leave, since its node does or is about
+            to; 0: the slot shall stay away until it is undrained.
         time: when, seconds since the epoch.
         digest: plan: of its canonical JSON.
         base: plan: number of the plan that it follows; it is void once there is another.
-        why: plan: JSON for whoever carries it out.
+        why: plan: JSON for whoever carries it out. drain: what asked for it, if it was no operator.
         nonce: tells equal requests apart, so that each has a number of its own.
     """
 
@@ -131,11 +131,38 @@ def drained(requests: Iterable[Request]) -> frozenset[int]:
     return frozenset(found)
 
 
+def kept_away(requests: Iterable[Request]) -> dict[int, str]:
+    """Slots that stay away whichever trainer of theirs comes, until they are undrained -> who or what wanted that."""
+    found: dict[int, str] = {}
+    for request in requests:
+        if request.kind == "drain" and not request.incarnation:
+            found[request.slot] = request.why or "an operator"
+        elif request.kind == "undrain":
+            found.pop(request.slot, None)
+    return found
+
+
 def leaving(requests: Sequence[Request], slots: Sequence[int]) -> tuple[int, ...]:
     """Those of a plan's slots that shall leave it. One stays, whatever is asked: the lowest of the last."""
     wanted = drained(requests)
     gone = tuple(slot for slot in slots if slot in wanted)
     return gone if len(gone) < len(slots) else gone[1:]
+
+
+def spares_first(requests: Sequence[Request], slots: Sequence[int], considered: int) -> bool:
+    """Whether those that wait are to be let in before anybody leaves: all slots of a plan shall leave.
+
+    They come beside these, so nobody has to hold everything meanwhile. It is tried once each time that this is asked
+    for: whoever waits may be dead, which only a decision finds out.
+
+    Args:
+        requests: up to the one that counts.
+        slots: of the plan.
+        considered: number of the last request that an earlier decision has answered.
+    """
+    asked = drained(requests)
+    newest = max((n for n, one in enumerate(requests, 1) if one.kind == "drain" and one.slot in slots), default=0)
+    return asked.issuperset(slots) and newest > considered and bool(standing(requests).keys() - set(slots))
 
 
 def returners(requests: Sequence[Request], considered: int) -> dict[int, int]:

@@ -25,7 +25,7 @@ from nep.fault_tolerance.control_store import (
 from nep.fault_tolerance.job import DEFAULT_TIMEOUT_BASE_S, JOB_SCHEMA
 from nep.fault_tolerance.joining import newest_decision
 from nep.fault_tolerance.records import Decision
-from nep.fault_tolerance.requests import Request, Requests, drained, standing
+from nep.fault_tolerance.requests import Request, Requests, drained, kept_away, standing
 from nep.fault_tolerance.takeover import unsupervised
 
 _CONNECT_S = 3.0
@@ -222,10 +222,14 @@ class RunningJob:
         return sorted(unsupervised(self._store, down, Timeouts(base_s=self.address.timeout_base_s).lease_s))
 
     def _gone_with_their_node(self) -> set[int]:
-        """Drained slots that were so since their launcher had died, not by an operator."""
+        """Drained slots that are so since their launcher had died or had been about to, not by an operator."""
         known = self._requests.known
-        kept = drained(one for one in known if one.kind != "drain" or not one.incarnation)
-        return set(drained(known)) - kept
+        return set(drained(known)) - kept_away(known).keys()
+
+    def kept_away(self) -> dict[int, str]:
+        """Slots that stay away until they are undrained, even if their node comes back -> who or what wanted that."""
+        self._requests.read(self._store)
+        return kept_away(self._requests.known)
 
     def host_of(self, slot: int) -> str:
         """The host on which the slot's last supervisor ran; empty if it never had one."""

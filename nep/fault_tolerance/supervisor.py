@@ -24,15 +24,11 @@ import signal
 import sys
 import time
 from collections.abc import Callable
-from datetime import timedelta
 
-import torch.distributed as dist
-
-from nep.distributed.timeouts import SupervisorTimeouts, Timeouts
+from nep.distributed.timeouts import SupervisorTimeouts
 from nep.fault_tolerance import processes
 from nep.fault_tolerance.control_store import (
     FIRST_GENERATION,
-    ControlStore,
     decision_key,
     end_key,
     exit_key,
@@ -43,7 +39,6 @@ from nep.fault_tolerance.job import (
     GenerationCell,
     Job,
     JobSpec,
-    publish_job,
     slot_log_path,
 )
 from nep.fault_tolerance.lost_launchers import answer_for_lost_agents, report_lost_launcher
@@ -101,27 +96,6 @@ def supervise(trainer: Trainer, *, spec: JobSpec) -> int:
         while signal.sigtimedwait(_WATCHED, 0) is not None:
             pass  # a SIGTERM that is still pending would be delivered below and replace the exit code
         signal.pthread_sigmask(signal.SIG_SETMASK, inherited_mask)
-
-
-def run_alone(trainer: Trainer, *, spec: JobSpec) -> int:
-    """Run `trainer` in this process, as the only slot of a job that hosts its own control store on loopback.
-
-    Raises:
-        ValueError: `spec` belongs to a job of several slots or to a launcher.
-    """
-    if spec.store_address is not None or spec.num_slots != 1:
-        raise ValueError(
-            f"spec (num_slots {spec.num_slots}, store_address {spec.store_address}) comes from a launcher; "
-            "use supervise"
-        )
-    timeout = timedelta(seconds=Timeouts(base_s=spec.timeout_base_s).store_s)
-    server = dist.TCPStore("127.0.0.1", 0, None, True, timeout, wait_for_workers=False)
-    address = f"127.0.0.1:{server.port}"
-    publish_job(spec, ControlStore(server, spec.prefix), address)
-    # Whoever reads the output may leave before the job ends (`| head`, a lost terminal).
-    out, err = processes.LastingStream(sys.stdout), processes.LastingStream(sys.stderr)
-    with contextlib.redirect_stdout(out), contextlib.redirect_stderr(err):
-        return trainer(Job.from_spec(spec, GenerationCell(), address))
 
 
 class _Supervisor:

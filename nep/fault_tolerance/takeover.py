@@ -10,7 +10,7 @@ from nep.distributed.timeouts import Timeouts
 from nep.fault_tolerance.control_store import ControlStore, end_key, exit_key, job_key, supervisor_key
 from nep.fault_tolerance.job import JobSpec
 from nep.fault_tolerance.leases import TERMS, LeaseWatch
-from nep.fault_tolerance.requests import Requests, drained
+from nep.fault_tolerance.requests import Requests, kept_away
 from nep.fault_tolerance.unsupervised import report_for, supervisor_lives, whereabouts
 
 _PAUSE_S = 0.05
@@ -23,7 +23,8 @@ def take_over(spec: JobSpec) -> int:
         Which trainer of the slot to start.
 
     Raises:
-        ValueError: the slot has a supervisor that lives, is drained, or `spec` has other settings than the job.
+        ValueError: the slot has a supervisor that lives, is kept away whichever trainer comes, or `spec` has other
+            settings than the job.
         RuntimeError: the job is over, or another process has been faster.
     """
     assert spec.store_address is not None
@@ -46,9 +47,11 @@ def take_over(spec: JobSpec) -> int:
     incarnation = 1
     while store.exists(exit_key(spec.slot, incarnation)):
         incarnation += 1
-    # A drain of one trainer, by a node that was about to leave, does not count for the next one.
-    if spec.slot in drained(one for one in requests.known if one.kind != "drain" or not one.incarnation):
-        raise ValueError(f"slot {spec.slot} is drained; first let it come back with: nep undrain {spec.slot}")
+    # A drain of one trainer, since its node was about to leave, does not count for the next one.
+    if (who := kept_away(requests.known).get(spec.slot)) is not None:
+        raise ValueError(
+            f"slot {spec.slot} is drained (asked for by {who}); first let it come back with: nep undrain {spec.slot}"
+        )
     me = json.dumps(whereabouts())
     if store.compare_and_set(supervisor_key(spec.slot), before, me) != me:
         raise RuntimeError(f"slot {spec.slot} has been taken over by another process at the same time")

@@ -12,7 +12,8 @@ from nep.train.data import SampleSource
 
 # Each node may have its own, and the target of alerts may be a secret.
 _OWN = {"run_dir", "save_params", "json", "on_alert", "health_check", "health_every_s"}
-_SECRET = ("--on-alert",)
+ALERT_OPTION = "--on-alert"
+_SECRET = (ALERT_OPTION,)
 _WHETHER = {"loads_out", "checkpoint_dir"}  # a folder may be mounted elsewhere, but not be missing
 
 

@@ -10,7 +10,7 @@ from nep.distributed.waiting import Fault
 from nep.fault_tolerance.change import change_layout, drain_layout
 from nep.fault_tolerance.commit import settle
 from nep.fault_tolerance.recovery import PLANNED
-from nep.fault_tolerance.requests import leaving, returners, taken_in
+from nep.fault_tolerance.requests import leaving, returners, spares_first, taken_in
 from nep.planning.planner import plan_after_failure, plan_mirrors
 from nep.planning.validation import check_runnable
 from nep.train.rebalance import Balance
@@ -58,6 +58,9 @@ class Boundary:
         if trainer.step == trainer.config.steps or run.stopping:
             return
         effective = run.requests.known[: run.history.request]
+        if spares_first(effective, trainer.plan.slots, run.considered):
+            self._welcome()
+            raise Fault(PLANNED, "all slots shall leave: letting those that wait in first")
         gone = leaving(effective, trainer.plan.slots)
         staying = [slot for slot in trainer.plan.slots if slot not in gone]
         come = taken_in(returners(effective, run.considered), staying, run.wanted_members)
@@ -67,10 +70,14 @@ class Boundary:
             plan = plan_mirrors(plan_after_failure(trainer.plan, cluster, run.recipe.lines), cluster, run.recipe.lines)
             drain_layout(run, plan, f"draining slots {list(gone)}")
         elif come:
-            self.balance.power.welcome()  # their boards need the watts that the others have
-            settle(run)
+            self._welcome()
         if gone or come:
             raise Fault(PLANNED, f"draining {list(gone)}, letting {list(come)} in")
+
+    def _welcome(self) -> None:
+        """Others will come with the next generation."""
+        self.balance.power.welcome()  # their boards need the watts that the others have
+        settle(self._trainer.run_state)
 
     def _change_plan(self) -> None:
         """Go on under the plan that is wanted from here. All slots decide alike."""

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 import os
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Literal
@@ -178,13 +178,16 @@ class TrainConfig:
         """Where the slot with this number on its node has all its tensors."""
         return device_for(self.backend, local_index)
 
-    def check(self, shape: ModelShape, num_slots: int, local_slots: int | None = None) -> None:
+    def check(
+        self, shape: ModelShape, num_slots: int, local_slots: int | None = None, also: Sequence[str] = ()
+    ) -> None:
         """Gather everything that is wrong and say it at once.
 
         Args:
             shape: the model to train.
             num_slots: slots of the job.
             local_slots: those on this node; by default all.
+            also: what is wrong beside it, to be said with it.
 
         Raises:
             ValueError: one sentence per problem, with its remedy.
@@ -218,6 +221,7 @@ class TrainConfig:
                 )
             if not 1 <= failure.step <= self.steps:
                 problems.append(f"--fail {failure}: step {failure.step} is not one of 1 to {self.steps}")
+        problems += also
         if problems:
             raise ValueError("; ".join(problems))
 

@@ -18,6 +18,8 @@ from nep.fault_tolerance.environment import environment_to_join
 from nep.fault_tolerance.running_job import JobAddress, RunningJob, find_job
 from nep.report.command_line import parse_options
 from nep.report.terminal import print_text
+from nep.train.agreement import ALERT_OPTION
+from nep.train.alerts import target_problems
 
 _SIGNALS = (signal.SIGTERM, signal.SIGINT, signal.SIGHUP)
 _POLL_S = 0.2
@@ -36,6 +38,8 @@ class JoinOptions:
     """The job.json in a run folder, or the address of the control store; by default the newest under ./runs."""
     slots: tuple[int, ...] = ()
     """Which slots; by default those that ran on this host, or all that are lost if they were of one node."""
+    on_alert: str | None = None
+    """Command or http(s) URL to tell of alerts, as with scripts/train.py; the job does not pass on its own."""
 
 
 def main(arguments: Sequence[str]) -> int:
@@ -53,9 +57,13 @@ def main(arguments: Sequence[str]) -> int:
     if job.exit_code is not None:
         raise RuntimeError(f"job {job.address.run_id} is over (exit code {job.exit_code}); there is nothing to join")
     command, folder = _command(job.address, given)
+    told = _alert_options(options.on_alert, command)
     slots = _slots(job, options.slots)
+    for slot, who in job.kept_away().items():
+        if job.host_of(slot) == os.uname().nodename:
+            print_text(f"slot {slot} stays away (asked for by {who}); let it come back with: nep undrain {slot}")
     print_text(f"job {job.address.run_id}: bringing back slots {slots} with {' '.join(command)}")
-    return _run(job.address, slots, command, folder)
+    return _run(job.address, slots, (*command, *told), folder)
 
 
 def _command(address: JobAddress, given: tuple[str, ...]) -> tuple[tuple[str, ...], str]:
@@ -67,6 +75,21 @@ def _command(address: JobAddress, given: tuple[str, ...]) -> tuple[tuple[str, ..
     if not os.path.isfile(os.path.join(folder, command[0])):
         raise ValueError(f"the job's script ({command[0]}) is not on this host; name it: nep join -- SCRIPT.py ARGS")
     return command, folder
+
+
+def _alert_options(target: str | None, command: Sequence[str]) -> tuple[str, ...]:
+    """What to add to the command so that its trainers tell of alerts. It may be a secret, so it is not printed.
+
+    Raises:
+        ValueError: nobody can be told so, or the command says already whom to tell.
+    """
+    if target is None:
+        return ()
+    if problems := target_problems(target):
+        raise ValueError("; ".join(problems))
+    if any(word.partition("=")[0].replace("_", "-") == ALERT_OPTION for word in command):
+        raise ValueError(f"{ALERT_OPTION} is given twice; leave it out before or after the --")
+    return (ALERT_OPTION, target)
 
 
 def _slots(job: RunningJob, wanted: tuple[int, ...]) -> list[int]:
@@ -81,7 +104,8 @@ def _slots(job: RunningJob, wanted: tuple[int, ...]) -> list[int]:
     absent = job.absent()
     if wanted:
         if refused := sorted(set(wanted) - set(absent)):
-            how = ", ".join(f"slot {slot} is {states[slot]}" for slot in refused)
+            kept = {slot: f" (asked for by {who})" for slot, who in job.kept_away().items()}
+            how = ", ".join(f"slot {slot} is {states[slot]}{kept.get(slot, '')}" for slot in refused)
             raise ValueError(f"{how}; only slots that are lost with their supervisor can join, for others: nep undrain")
         return sorted(set(wanted))
     if not absent:

@@ -6,6 +6,7 @@ import logging
 import threading
 from typing import TYPE_CHECKING
 
+from nep.fault_tolerance.connections import lent
 from nep.fault_tolerance.control_store import corruption_key
 from nep.fault_tolerance.corruption import Corruption
 from nep.fault_tolerance.requests import Request
@@ -82,14 +83,14 @@ def _nonce(step: int, slot: int) -> str:
 def _post(run: SlotRun, missing: list[tuple[int, int]], members: tuple[int, ...]) -> None:
     """In a thread of its own: no step waits for the store."""
     try:
-        store = run.connections.take()
-        for step, slot in missing:
-            run.requests.read(store)
-            if any(request.nonce == _nonce(step, slot) for request in run.requests.known):
-                continue
-            asks = int(store.compare_and_set(corruption_key(step, slot), "", str(run.slot)))
-            if asks == run.slot or asks not in members:
-                run.requests.post(store, Request(kind="drain", slot=slot, nonce=_nonce(step, slot)))
-        run.connections.give_back(store)
+        with lent(run.connections) as store:
+            for step, slot in missing:
+                run.requests.read(store)
+                if any(request.nonce == _nonce(step, slot) for request in run.requests.known):
+                    continue
+                asks = int(store.compare_and_set(corruption_key(step, slot), "", str(run.slot)))
+                if asks == run.slot or asks not in members:
+                    why, nonce = "the check of its memory", _nonce(step, slot)
+                    run.requests.post(store, Request(kind="drain", slot=slot, nonce=nonce, why=why))
     except RuntimeError as error:  # tried again before the next step
         log.warning("slots that were named cannot be asked to leave yet: %s", error)

@@ -15,6 +15,7 @@ from pathlib import Path
 
 import numpy  # noqa: F401  with threads of its own where OMP_NUM_THREADS is not 1: they must not matter
 
+from nep.fault_tolerance.alone import run_alone
 from nep.fault_tolerance.control_store import (
     decision_key,
     end_key,
@@ -27,7 +28,7 @@ from nep.fault_tolerance.control_store import (
 from nep.fault_tolerance.environment import job_from_environment, single_process_job
 from nep.fault_tolerance.job import Job
 from nep.fault_tolerance.requests import Request, Requests
-from nep.fault_tolerance.supervisor import run_alone, supervise
+from nep.fault_tolerance.supervisor import supervise
 
 WAIT_S = 20.0
 TIMEOUT_BASE_S = 1.0

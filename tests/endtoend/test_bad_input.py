@@ -115,6 +115,7 @@ CASES: dict[str, tuple[str, tuple[str, ...]]] = {
     "a seed that is none": ("--seed -1", ("seed (-1)",)),
     "slots of a dry run without one": ("--dry-run-slots 8 --replicas 4", ("dry_run_slots (8)", "--dry-run")),
     "a dry run without slots": ("--dry-run --dry-run-slots 0", ("dry_run_slots (0)",)),
+    "predictions for nobody": ("--hardware H200", ("hardware (H200)", "--compensate auto", "--rebalance-every N")),
     "a dry run that is bad": ("--dry-run --dry-run-slots 3 --replicas 4", ("replicas (4)",)),
 }  # fmt: skip
 
@@ -132,6 +133,44 @@ def test_all_that_is_wrong_is_in_the_line(run: Run) -> None:
     line = run(*wrong.split(), slots=4)
     for named in ("steps (0)", "'nccl'", "lr (0.0)", "slot 7", "nowhere/a.json", "replicas (9)", "there are 4"):
         assert named in line
+
+
+# What does nothing without another option: the option, and what it needs.
+ALONE = {
+    "--hardware H200": "--compensate auto or --rebalance-every N",
+    "--planner-patience-s 2": "--compensate auto or --rebalance-every N",
+    "--rebalance-mib 9": "--compensate auto or --rebalance-every N",
+    "--power-source simulated": "--power advise or --power apply",
+    "--power-budget-w 900": "--power advise or --power apply",
+    "--power-failed-draw-w 0": "--power advise or --power apply",
+    "--checkpoint-every 5": "--checkpoint-dir",
+    "--checkpoint-keep 3": "--checkpoint-dir",
+    "--state-check-every 0 --corruption-action report": "--state-check-every",
+    "--health-every-s 5": "--health-check",
+    "--aux-loss-counts previous": "--aux-loss-coefficient",
+    "--momentum 0.5": "--optimizer sgd",
+    "--router-bias-to-speed": "--router-bias-rate",
+    "--power advise": "--compensate auto",
+}
+
+
+@pytest.mark.parametrize("alone", ALONE)
+def test_an_option_that_does_nothing_by_itself_is_refused(run: Run, alone: str) -> None:
+    *_, option = [word for word in alone.split() if word.startswith("--")]
+    line = run(*alone.split())
+    assert option[2:].replace("-", "_").removeprefix("router_") in line and ALONE[alone] in line
+
+
+def test_with_what_they_need_they_are_no_mistake(run: Run) -> None:
+    """The only mistake here is the number of steps."""
+    together = "--hardware H200 --rebalance-mib 9 --rebalance-every 5 --optimizer sgd --momentum 0.5 --steps 0"
+    line = run(*together.split(), "--checkpoint-dir", "saved", "--checkpoint-keep", "3", "--redundancy", "device")
+    assert line.strip() == "train: steps (0) must be at least 1; give --steps a positive number"
+
+
+def test_what_degrees_overrule_is_refused(run: Run) -> None:
+    line = run("--degrees", "TP2xEP2", "--replicas", "4", "--tp", "2", slots=8)
+    assert "replicas (4) is overruled by --degrees, which says 2; leave --replicas out" in line and "tp (2)" not in line
 
 
 def test_the_number_of_slots_is_the_launchers(run: Run) -> None:

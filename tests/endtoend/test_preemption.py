@@ -59,6 +59,16 @@ def test_a_job_whose_slots_all_get_a_notice_stops_with_a_checkpoint(small_job: S
     assert again.result is not None and again.result["resumed_step"] == saved.step
 
 
+def test_spares_take_over_from_a_job_whose_slots_all_get_a_notice(small_job: SmallJob, tmp_path: Path) -> None:
+    options = ["--replicas", "2", "--spares", "2", "--checkpoint-dir", str(tmp_path / "saved")]
+    outcome = notify(small_job, tmp_path, range(2), options)
+    small_job.check(outcome)
+    assert outcome.result is not None and outcome.result["generations"][-1]["slots"] == [2, 3], outcome.result[
+        "generations"
+    ]
+    assert "the same command goes on from step" not in outcome.output
+
+
 def test_a_slot_whose_health_check_complains_leaves(small_job: SmallJob, tmp_path: Path) -> None:
     check = tmp_path / "check"
     check.write_text("#!/bin/sh\n[ $1 != 1 ] || { echo ECC errors on device $2; exit 3; }\n")

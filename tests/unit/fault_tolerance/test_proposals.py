@@ -111,3 +111,15 @@ def test_a_store_that_has_lost_the_plan_is_named(found: str | None) -> None:
         store[plan_key(request.digest)] = plan_of(3).canonical_json()
     with pytest.raises(RuntimeError, match=request.digest[:12]):
         read_plan(run, request)
+
+
+def test_a_connection_on_which_the_store_failed_is_given_back() -> None:
+    class Failing(Store):
+        def compare_and_set(self, key: str, expected: str, value: str) -> str:
+            raise RuntimeError("reset")
+
+    store, back = Failing(), list[Store]()
+    run = make_run(store, 0)
+    run.connections.give_back = back.append
+    assert Proposal(run, plan_of(4), "").wait() == 0
+    assert back == [store]

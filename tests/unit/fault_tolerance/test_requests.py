@@ -14,8 +14,10 @@ from nep.fault_tolerance.requests import (
     Requests,
     drained,
     incarnation_of,
+    kept_away,
     leaving,
     returners,
+    spares_first,
     standing,
     taken_in,
 )
@@ -100,6 +102,23 @@ def test_a_drain_of_one_trainer_ends_with_the_next() -> None:
     assert drained(asked("drain 1 2", "undrain 1")) == frozenset()
     assert drained(asked("drain 1", "drain 1 2", "join 1 3")) == {1}
     assert drained(asked("drain 1 2", "drain 1", "join 1 3")) == {1}
+
+
+def test_who_stays_away_is_named_with_who_wanted_it() -> None:
+    sick = Request(kind="drain", slot=4, why="its health check")
+    known = [*asked("drain 1 2", "drain 2", "drain 3", "undrain 3", "join 2 2"), sick]
+    assert kept_away(known) == {2: "an operator", 4: "its health check"}
+
+
+def test_those_that_wait_come_before_all_leave_and_are_tried_once() -> None:
+    requests = asked("join 2 1", "drain 0", "drain 1")
+    assert spares_first(requests, (0, 1), 0) and spares_first(requests, (0, 1), 2)
+    assert not spares_first(requests, (0, 1), 3), "a decision has had its chance: whoever waits is dead"
+    assert spares_first([*requests, *asked("undrain 1", "drain 1")], (0, 1), 3)
+    assert not spares_first(requests[:2], (0, 1), 0), "one of them stays"
+    assert not spares_first(requests, (0, 1, 2), 0), "they are there"
+    assert not spares_first(requests[1:], (0, 1), 0), "nobody waits"
+    assert not spares_first([*requests, *asked("drain 2")], (0, 1), 0), "nor do they stay"
 
 
 def test_as_many_come_as_are_missing_in_the_order_in_which_they_asked() -> None:

@@ -8,10 +8,11 @@ from pathlib import Path
 import pytest
 
 from nep.distributed.timeouts import SupervisorTimeouts
+from nep.fault_tolerance.alone import run_alone
 from nep.fault_tolerance.control_store import ControlStore, discover_job, end_key
 from nep.fault_tolerance.environment import single_process_job
 from nep.fault_tolerance.job import GenerationCell, Job, JobSpec
-from nep.fault_tolerance.supervisor import run_alone, supervise
+from nep.fault_tolerance.supervisor import supervise
 
 
 def spec(run_dir: Path, **changes: object) -> JobSpec:

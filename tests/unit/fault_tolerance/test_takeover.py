@@ -123,11 +123,26 @@ def test_other_settings_are_refused_by_name(store: ControlStore, spec: JobSpec) 
 
 def test_a_job_that_is_over_and_a_slot_that_an_operator_drained(store: ControlStore, spec: JobSpec) -> None:
     Requests().post(store, Request(kind="drain", slot=2))
-    with pytest.raises(ValueError, match="slot 2 is drained"):
+    with pytest.raises(ValueError, match=r"slot 2 is drained \(asked for by an operator\); .* nep undrain 2"):
         take_over(spec)
     store.set(end_key(), "4")
     with pytest.raises(RuntimeError, match="over"):
         take_over(spec)
+
+
+def test_only_a_preemption_is_over_when_the_node_comes_back(
+    store: ControlStore, spec: JobSpec, job: RunningJob
+) -> None:
+    requests = Requests()
+    requests.post(store, Request(kind="drain", slot=2, incarnation=2, why="a preemption notice"))
+    assert join_command._slots(job, ()) == [2]
+    requests.post(store, Request(kind="drain", slot=2, why="its health check"))
+    with pytest.raises(ValueError, match=r"slot 2 is drained \(asked for by its health check\)"):
+        join_command._slots(job, (2,))
+    with pytest.raises(ValueError, match="asked for by its health check"):
+        take_over(spec)
+    requests.post(store, Request(kind="undrain", slot=2))
+    assert take_over(spec) == 3
 
 
 def test_one_that_left_with_its_node_may_come_back(store: ControlStore, spec: JobSpec) -> None:
@@ -186,6 +201,23 @@ def test_what_is_run(job: RunningJob, tmp_path: Path) -> None:
     for command in ((), ("absent.py",)):
         with pytest.raises(ValueError, match=r"nep join -- SCRIPT\.py ARGS"):
             join_command._command(dataclasses.replace(job.address, command=command), ())
+
+
+def test_a_node_that_comes_back_may_tell_of_alerts(
+    job: RunningJob, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    run: list[tuple[str, ...]] = []
+    monkeypatch.setattr(join_command, "find_job", lambda name: job.address)
+    monkeypatch.setattr(join_command, "_run", lambda address, slots, command, folder: run.append(command) or 0)
+    assert join_command.main(["--on-alert", "cat /its/secret"]) == 0
+    assert run == [(__file__, "--seed", "0", "--on-alert", "cat /its/secret")]
+    assert "secret" not in capsys.readouterr().out
+    assert join_command.main([]) == 0 and run[1] == (__file__, "--seed", "0")
+    with pytest.raises(ValueError, match="there is no program 'nowhere'"):
+        join_command.main(["--on-alert", "nowhere"])
+    with pytest.raises(ValueError, match="given twice"):
+        join_command.main(["--on-alert", "cat", "--", __file__, "--on_alert=cat"])
+    assert len(run) == 2
 
 
 # The end.

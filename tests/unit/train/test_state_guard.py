@@ -19,13 +19,15 @@ class Connections:
     """All slots use one store."""
 
     def __init__(self, store: MemoryBoard):
-        self.store = store
+        self.store, self.lent = store, 0
 
     def take(self) -> MemoryBoard:
+        self.lent += 1
         return self.store
 
     def give_back(self, store: MemoryBoard) -> None:
         assert store is self.store
+        self.lent -= 1
 
 
 class Slot:
@@ -89,3 +91,17 @@ def test_who_has_left_is_not_asked() -> None:
     store = MemoryBoard()
     Slot(0, store, [corruption(4, 2)], members=(0, 1)).before_step(5)
     assert posted(store) == []
+
+
+def test_a_store_that_fails_gets_its_connection_back_and_is_asked_again() -> None:
+    def fail(key: str) -> None:
+        failed.append(key)
+        if len(failed) == 1:
+            raise RuntimeError("reset")
+
+    failed: list[str] = []
+    slot = Slot(0, MemoryBoard(fail), [corruption(4, 2)])
+    for step in (5, 6):
+        slot.before_step(step)
+        assert slot.run.connections.lent == 0
+        assert len(posted(slot.run.connections.store)) == (step == 6)
