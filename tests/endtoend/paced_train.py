@@ -20,7 +20,7 @@ from nep.fault_tolerance.requests import Request, Requests
 from nep.train import trainer
 from nep.train.main import main
 
-LIMIT_S = 25.0
+LIMIT_S = 60.0
 
 
 def hold(at: dict[int, int]) -> None:

@@ -30,8 +30,10 @@ from nep.fault_tolerance.job import Job
 from nep.fault_tolerance.requests import Request, Requests
 from nep.fault_tolerance.supervisor import supervise
 
-WAIT_S = 20.0
+WAIT_S = 60.0
 TIMEOUT_BASE_S = 1.0
+# Where something must be found at once: whatever is found by a time-out takes half of this or longer.
+LONG_BASE_S = 20.0
 WATCHING = "watching"  # present: slot 0 is about to wait for the fault
 
 
@@ -39,6 +41,13 @@ def note(job: Job, **what: object) -> None:
     path = job.run_dir / f"note{job.slot}.json"
     path.with_suffix(".unfinished").write_text(json.dumps(what))
     path.with_suffix(".unfinished").replace(path)
+
+
+def wait_for_notes(job: Job, count: int) -> None:
+    deadline = time.monotonic() + WAIT_S
+    while len(list(job.run_dir.glob("note*.json"))) < count:
+        assert time.monotonic() < deadline
+        time.sleep(0.01)
 
 
 def finish(job: Job, code: int = 0) -> int:
@@ -64,6 +73,7 @@ def healthy(job: Job) -> int:
     status = Path("/proc", str(os.getppid()), "status").read_text()
     threads = next(int(line.split()[1]) for line in status.splitlines() if line.startswith("Threads:"))
     note(job, parent_threads=threads, slot=job.slot, num_slots=job.num_slots)
+    wait_for_notes(job, job.num_slots)  # whoever comes later than the end may be too late to say anything
     return finish(job)
 
 
@@ -111,8 +121,7 @@ def freeze(job: Job) -> int:
 def parent_killed(job: Job) -> int:
     note(job, pid=os.getpid())
     if job.slot == 1:
-        while not (job.run_dir / "note0.json").exists():
-            time.sleep(0.01)
+        wait_for_notes(job, 2)
         os.kill(os.getppid(), signal.SIGKILL)
     time.sleep(WAIT_S)
     return 0
@@ -143,7 +152,7 @@ def decided_without_knowing(job: Job, members: tuple[int, ...]) -> int:
         os._exit(1)
     store.set_json(decision_key(2), {"members": [0, 1]})
     store.set_json(decision_key(3), {"members": members})
-    assert store.wait(fault_key(1), WAIT_S)
+    assert store.wait(fault_key(3 if 1 in members else 1), WAIT_S)
     time.sleep(0.5)
     note(job, flagged=[g for g in range(1, 5) if store.exists(fault_key(g))])
     return finish(job)
@@ -167,12 +176,28 @@ def later_generation(job: Job) -> int:
     return finish(job)
 
 
+def is_running(pid: int) -> bool:
+    try:
+        stat = Path("/proc", str(pid), "stat").read_text()
+    except FileNotFoundError:
+        return False
+    return stat.rpartition(")")[2].split()[0] != "Z"
+
+
 def ends_with_code(job: Job) -> int:
     """Slot 1 is dead when the job ends with a code of its own."""
     if job.slot == 1:
         os.kill(os.getpid(), signal.SIGKILL)
-    assert job.connect().wait(exit_key(1), WAIT_S)
-    return finish(job, 4)
+    store = job.connect()
+    assert store.wait(exit_key(1), WAIT_S)
+    store.set(end_key(), "4")
+    parent = store.get_json(supervisor_key(1))
+    assert parent is not None
+    # The first one to leave makes the launcher stop the other: this slot is not to be the first.
+    deadline = time.monotonic() + WAIT_S
+    while is_running(parent["pid"]) and time.monotonic() < deadline:
+        time.sleep(0.01)
+    return 4
 
 
 def crash_after_end(job: Job) -> int:
@@ -232,11 +257,12 @@ def leave_helpers(job: Job) -> int:
             os.setsid()
             if stubborn:
                 signal.signal(signal.SIGTERM, signal.SIG_IGN)
-            (job.run_dir / f"helper{int(stubborn)}").write_text(str(os.getpid()))
+            unfinished = job.run_dir / f"unfinished{int(stubborn)}"
+            unfinished.write_text(str(os.getpid()))
+            unfinished.replace(job.run_dir / f"helper{int(stubborn)}")
             time.sleep(3600)
     while len(list(job.run_dir.glob("helper*"))) < 2:
         time.sleep(0.01)
-    time.sleep(0.1)
     os.kill(os.getpid(), signal.SIGKILL)
     raise AssertionError("unreachable")
 
@@ -297,6 +323,8 @@ def main() -> int:
     spec = job_from_environment(run_dir=run_dir, timeout_base_s=TIMEOUT_BASE_S)
     if spec is None:
         return run_alone(scenario, spec=single_process_job(run_dir=run_dir, timeout_base_s=TIMEOUT_BASE_S))
+    if scenario in (kill, freeze):
+        spec = dataclasses.replace(spec, timeout_base_s=LONG_BASE_S)
     if scenario in (comes_back, drained_stays_away):
         spec = dataclasses.replace(spec, respawn=1)
     if scenario is with_threads:

@@ -41,14 +41,15 @@ def test_what_ends_a_job_under_torchrun_costs_no_step(
 
 
 def test_owner_and_mirror_lost_together_go_on_from_the_checkpoint(small_job: SmallJob, tmp_path: Path) -> None:
-    options = ["--checkpoint-dir", str(tmp_path / "saved"), "--checkpoint-every", "2"]
+    # Step 5 is to be saved, too, so it does not begin before the save of step 4 is done.
+    options = ["--checkpoint-dir", str(tmp_path / "saved"), "--checkpoint-every", "1"]
     failures = ["--fail", "0@5:kill@sync", "--fail", "1@5:kill@sync"]
     lost = small_job.run(3, *options, *failures, folder=tmp_path / "1", check=False)
     assert lost.returncode == 4, lost.output
     assert f"the same command goes on from step 4, in {tmp_path / 'saved'}" in lost.output
     again = small_job.run(5, "--replicas", "2", "--tp", "2", *options, folder=tmp_path / "2")
     assert again.result is not None and again.result["resumed_step"] == 4
-    assert [one.step for one in whole_in(tmp_path / "saved")] == [6, 4]
+    assert [one.step for one in whole_in(tmp_path / "saved")] == [6, 5]
 
 
 @pytest.mark.parametrize("step", [2, pytest.param(6, marks=pytest.mark.soak)])

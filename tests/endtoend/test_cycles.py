@@ -17,7 +17,7 @@ from nep.fault_tolerance.requests import incarnation_of
 from nep.fault_tolerance.running_job import RunningJob, find_job
 from nep.testing.jobs import REPOSITORY
 from tests.endtoend.conftest import TRAIN, SmallJob
-from tests.endtoend.test_random_kills import trainer_pids
+from tests.endtoend.test_random_kills import parent_of, trainer_pids
 
 NUM_SLOTS = 3
 WARM_CYCLES = 3  # pools and caches fill in the first
@@ -55,10 +55,6 @@ def use_of(pid: int) -> tuple[int, int, float]:
     return len(os.listdir(f"/proc/{pid}/fd")), threads, pages * os.sysconf("SC_PAGESIZE") / MEBIBYTE
 
 
-def parent_of(pid: int) -> int:
-    return int(Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[1])
-
-
 def steps_on(running: RunningJob, number: int) -> Callable[[], bool]:
     start = running.progress().get("step", 0)
     return lambda: running.progress().get("step", 0) >= start + number
@@ -70,17 +66,12 @@ def play(folder: Path, cycles: int) -> list[dict[str, tuple[int, int, float]]]:
     running = RunningJob(find_job(str(next(folder.glob("runs/*/job.json")))))
     wait_for(lambda: running.progress().get("step", 0) > 1)
     supervisors = {slot: parent_of(pid) for slot, pid in trainer_pids(folder).items()}
-
-    def trainers() -> dict[int, int]:
-        """A supervisor that writes a line has its slot's log open, too, and must not be taken for the trainer."""
-        return {slot: pid for slot, pid in trainer_pids(folder).items() if pid not in supervisors.values()}
-
+    assert len(supervisors) == NUM_SLOTS
     used = []
     for cycle in range(cycles):
         slot, incarnation = 1 + cycle % 2, 2 + cycle // 2
-        pids = trainers()
-        while not pids.keys() >= {0, slot}:
-            pids = trainers()
+        wait_for(lambda slot=slot: trainer_pids(folder).keys() >= {0, slot})  # type: ignore[misc]
+        pids = trainer_pids(folder)
         os.kill(pids[slot], signal.SIGKILL)
 
         def is_back(slot: int = slot, incarnation: int = incarnation) -> bool:

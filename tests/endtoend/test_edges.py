@@ -62,18 +62,18 @@ def test_sgd_goes_on_after_a_kill(small_job: SmallJob, tmp_path: Path) -> None:
 
 
 def test_a_slot_that_comes_up_late_is_waited_for(small_job: SmallJob, tmp_path: Path) -> None:
-    """Later than building groups and their first use may take together."""
+    """Later than building groups and their first use may take together (4.5 s), and sooner than a start may (10 s)."""
     script = tmp_path / "late.py"
     script.write_text(
         textwrap.dedent(
             f"""
             import os, runpy, time
-            time.sleep(4.0 if os.environ["RANK"] == "1" else 0.0)
+            time.sleep(5.0 if os.environ["RANK"] == "1" else 0.0)
             runpy.run_path({str(TRAIN)!r}, run_name="__main__")
             """
         )
     )
-    outcome = small_job.run(3, "--timeout-base-s", "0.5", folder=tmp_path / "job", script=script)
+    outcome = small_job.run(3, "--timeout-base-s", "1", folder=tmp_path / "job", script=script)
     assert outcome.result is not None
     assert outcome.result["live_slots"] == [0, 1, 2] and not outcome.result["recovery_s"]
 

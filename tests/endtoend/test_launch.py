@@ -89,14 +89,17 @@ def test_an_exception_is_printed(tmp_path: Path) -> None:
 
 def test_workers_that_ignore_sigterm_are_killed_after_the_grace(tmp_path: Path) -> None:
     script = """
-        import os, signal, time
+        import os, signal, sys, time
         if os.environ["RANK"] == "0":
-            time.sleep(1)
+            while not os.path.exists(sys.argv[1]):
+                time.sleep(0.01)
             os.kill(os.getpid(), signal.SIGKILL)
         signal.signal(signal.SIGTERM, signal.SIG_IGN)
+        open(sys.argv[1], "w").close()
         time.sleep(60)
     """
-    code, report, _ = launch(tmp_path, script, "--nproc-per-node", "2", "--grace", "0.5")
+    options = ("--nproc-per-node", "2", "--grace", "0.5")
+    code, report, _ = launch(tmp_path, script, *options, arguments=(str(tmp_path / "ignores"),))
     assert code == 128 + 9
     assert report["exit_codes"] == [-9, -9]
 
@@ -121,7 +124,9 @@ def test_orphans_are_counted_and_ended(tmp_path: Path) -> None:
         if os.environ["RANK"] == "0" and os.fork() == 0:
             os.setsid()
             if os.fork() == 0:
-                open(sys.argv[1], "w").write(str(os.getpid()))
+                with open(sys.argv[1] + ".unfinished", "w") as file:
+                    file.write(str(os.getpid()))
+                os.replace(file.name, sys.argv[1])
             time.sleep(60)
         while not os.path.exists(sys.argv[1]):
             time.sleep(0.01)

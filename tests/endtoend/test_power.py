@@ -14,6 +14,7 @@ from nep.power.simulated_file import create_file
 from nep.testing.jobs import LOSS_TOLERANCE, TENSOR_TOLERANCE, reference_job, run_job
 from nep.testing.reference import ReferenceHyper
 from tests.endtoend.conftest import LR, WARMUP, SmallJob
+from tests.endtoend.watts_train import SEEN
 
 WATTS_TRAIN = Path(__file__).with_name("watts_train.py")
 STEPS, SLOTS, DEFAULT_W = 15, 4, 700
@@ -25,12 +26,19 @@ def watched(path: Path) -> Iterator[list[tuple[float, ...]]]:
     seen: list[tuple[float, ...]] = []
     over = threading.Event()
 
+    def look() -> None:
+        limits = limits_in(path)
+        if not seen or seen[-1] != limits:
+            seen.append(limits)
+            unfinished = path.with_suffix(".unfinished")
+            unfinished.write_text(json.dumps(limits))
+            unfinished.replace(path.with_suffix(SEEN))
+
     def watch() -> None:
         while not over.wait(0.01):
-            limits = limits_in(path)
-            if not seen or seen[-1] != limits:
-                seen.append(limits)
+            look()
 
+    look()
     thread = threading.Thread(target=watch)
     thread.start()
     try:
@@ -38,6 +46,7 @@ def watched(path: Path) -> Iterator[list[tuple[float, ...]]]:
     finally:
         over.set()
         thread.join()
+        look()
 
 
 def limits_in(path: Path) -> tuple[float, ...]:

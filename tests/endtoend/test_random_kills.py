@@ -71,12 +71,21 @@ def pairs_to_spare(num_slots: int, replicas: int) -> list[tuple[int, ...]]:
     ]
 
 
+def parent_of(pid: int) -> int:
+    return int(Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[1])
+
+
 def trainer_pids(folder: Path) -> dict[int, int]:
-    """Slot -> pid of its trainer: the process below this one that keeps the slot's log open."""
+    """Slot -> pid of its trainer: the grandchild of a launcher started here that keeps the slot's log open.
+
+    The supervisor, between them, has that log open, too, while it writes a line.
+    """
     found: dict[int, int] = {}
     folder = folder.resolve()
     for pid in descendants(os.getpid()):
         try:
+            if parent_of(parent_of(parent_of(pid))) != os.getpid():
+                continue
             links = [os.readlink(f"/proc/{pid}/fd/{fd}") for fd in os.listdir(f"/proc/{pid}/fd")]
         except OSError:
             continue  # it ended while we were looking

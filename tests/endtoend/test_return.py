@@ -84,7 +84,8 @@ def test_a_slot_whose_budget_is_spent_is_left_out(small_job: SmallJob, tmp_path:
 
 def test_nobody_comes_back_when_all_have_died(small_job: SmallJob, tmp_path: Path) -> None:
     options = "--replicas 1 --respawn 3 --fail 0@2 --fail 1@2"
-    outcome = run(small_job, tmp_path, 2, options, "", check=False)
+    # Whoever comes back is not seen before step 3: a slot that is late in step 2 must not go on with the other.
+    outcome = run(small_job, tmp_path, 2, options, "3:1", check=False)
     assert outcome.returncode == 1 and "nobody is left" in outcome.output
 
 

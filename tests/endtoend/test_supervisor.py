@@ -15,6 +15,9 @@ import pytest
 REPOSITORY = Path(__file__).parents[2]
 SCRIPT = Path(__file__).with_name("supervisor_job.py")
 LAUNCH = ("-m", "nep.testing.launch", "--timeout", "60", "--json")
+# Milliseconds on an idle machine; on a busy one still before any lease or wait of these jobs ends (10 s or more,
+# see LONG_BASE_S in supervisor_job.py), so that a death or a fence that waits for one of them is seen here.
+AT_ONCE_S = 8.0
 
 pytestmark = pytest.mark.timeout(120)
 
@@ -125,13 +128,12 @@ def test_a_sigkilled_trainer_is_reported_at_once(tmp_path: Path) -> None:
     result = run(tmp_path, "kill", 3)
     assert_clean(result, [0, 0, 0])
     seen, killed_s = result.note(0), result.note(1)["killed_s"]
-    # Milliseconds on an idle machine; the bound is for one that is busy.
-    assert 0 <= seen["seen_s"] - killed_s < 1.0
+    assert 0 <= seen["seen_s"] - killed_s < AT_ONCE_S
     assert (seen["fault"]["kind"], seen["fault"]["slot"]) == ("exit", 1)
     record = seen["exit"]
     assert (record["signal"], record["status"], record["generation"]) == ("SIGKILL", -9, 1)
     assert (record["incarnation"], record["fenced"]) == (1, False)
-    assert killed_s <= record["time"] < killed_s + 1.0
+    assert killed_s <= record["time"] < killed_s + AT_ONCE_S
     assert "ended by SIGKILL in generation 1" in result.log(1)
 
 
@@ -155,18 +157,18 @@ def test_a_fence_kills_a_frozen_trainer_of_the_named_incarnation(tmp_path: Path)
     assert_clean(result, [0, 0])
     seen = result.note(0)
     assert seen["survived"], "a fence for another incarnation killed this one"
-    assert seen["fence_s"] < 1.0
+    assert seen["fence_s"] < AT_ONCE_S
     assert (seen["exit"]["signal"], seen["exit"]["fenced"]) == ("SIGKILL", True)
 
 
 def test_a_killed_parent_takes_its_trainer_along(tmp_path: Path) -> None:
-    result = run(tmp_path, "parent_killed", 2, "--grace", "10")
+    result = run(tmp_path, "parent_killed", 2, "--grace", "30")
     assert result.exit_codes[1] == -9
     assert result.returncode == 128 + 9
     assert result.exit_codes[0] == 1  # told to stop by the launcher, as torchrun does
     assert result.orphans == 0
     assert not any(is_running(result.note(slot)["pid"]) for slot in range(2))
-    assert result.seconds < 10
+    assert result.seconds < 60, "its trainer would have slept so long"
 
 
 def test_nobody_left(tmp_path: Path) -> None:
@@ -202,7 +204,7 @@ def test_the_fault_is_raised_for_the_generation_of_the_dead(tmp_path: Path) -> N
 
 def test_the_parent_of_a_dead_trainer_leaves_with_the_code_of_the_job(tmp_path: Path) -> None:
     result = run(tmp_path, "ends_with_code")
-    # Once one of the two has left with a code, the launcher stops the other, which may still be on its way out.
+    # Once the parent of the dead has left with a code, the launcher stops the other, which may be on its way out.
     healthy, bereaved = result.exit_codes
     assert bereaved == 4 and healthy in (4, -15)
     assert_clean(result, [healthy, bereaved])
@@ -339,5 +341,5 @@ def test_torchrun_survives_the_death_of_a_trainer(tmp_path: Path) -> None:
     assert result.returncode == 0
     seen = json.loads((tmp_path / "note0.json").read_text())
     killed_s = json.loads((tmp_path / "note1.json").read_text())["killed_s"]
-    assert 0 <= seen["seen_s"] - killed_s < 1.0
+    assert 0 <= seen["seen_s"] - killed_s < AT_ONCE_S
     assert (seen["fault"]["slot"], seen["exit"]["signal"]) == (1, "SIGKILL")

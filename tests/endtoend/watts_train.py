@@ -1,11 +1,13 @@
 """scripts/train.py on slots that all measure the same speed, and `--hold STEP:SLOT` (repeatable): that slot does not
-end that step before its board in the file of simulated boards has another limit than at first.
+end that step before its board in the file of simulated boards has another limit than at first, and whoever watches
+that file has seen it (and written it to a file beside it, `SEEN`).
 
 So what is decided, and when, does not depend on how busy the machine is.
 """
 
 from __future__ import annotations
 
+import json
 import sys
 import time
 from pathlib import Path
@@ -19,7 +21,8 @@ from nep.power.simulated_file import open_file
 from nep.train import trainer
 from nep.train.main import main
 
-LIMIT_S = 40.0
+LIMIT_S = 28.0  # less than what the others let a slot compute
+SEEN = ".seen"  # suffix: the limits that were seen last
 
 
 def alike(meter: PaceMeter, *, least_change: float = 0.0) -> dict[int, int]:
@@ -33,7 +36,10 @@ def hold(holds: dict[int, int], file: Path) -> None:
     def held(run: Any, step: int, *rest: Any) -> bool:
         if holds.get(step) == run.slot:
             board, deadline = open_file(file)[run.slot], time.monotonic() + LIMIT_S
-            while board.limit_w() == board.range_w().default_w:
+            seen = file.with_suffix(SEEN)
+            while board.limit_w() == board.range_w().default_w or json.loads(seen.read_text())[run.slot] != (
+                board.limit_w()
+            ):
                 assert time.monotonic() < deadline, f"step {step} waits for another limit in vain"
                 time.sleep(0.02)
         return commit_step(run, step, *rest)

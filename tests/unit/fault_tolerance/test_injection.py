@@ -180,7 +180,6 @@ def test_hangs_keep_the_lock_or_give_it_to_other_threads(store: ControlStore, ki
     pid = os.fork()
     if pid == 0:
 
-
         def count() -> None:
             while True:
                 os.write(writing, b"x")

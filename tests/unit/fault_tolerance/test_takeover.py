@@ -235,7 +235,11 @@ def test_agents_that_are_left_do_not_wait_for_those_that_are_lost(
         store.set_json(exit_key(2, 2), {"by": "a neighbour"})
     assert answer_for_lost_agents(store, spec) == ([] if how == "healthy" else [1])
     assert answer_for_lost_agents(store, dataclasses.replace(spec, slot=3)) == [], "once"
-    wait = {"world_size": 2, "key_prefix": "torchelastic/agent/terminal_state", "barrier_timeout": 1.0 if how == "healthy" else 20.0}
+    wait = {
+        "world_size": 2,
+        "key_prefix": "torchelastic/agent/terminal_state",
+        "barrier_timeout": 1.0 if how == "healthy" else 20.0,
+    }
     if how == "healthy":
         with pytest.raises(dist.DistStoreError):
             barrier(agents, **wait)
