@@ -32,6 +32,7 @@ from nep.train.health import HealthWatch, command_probe, command_problems
 
 _LONGEST_BASE_S = 86_400
 _SAVE_EVERY = 100
+_MOST_BUCKET_MIB = 2**20
 
 DTYPES = {"float64": torch.float64, "float32": torch.float32, "bfloat16": torch.bfloat16}
 
@@ -277,8 +278,10 @@ class TrainConfig:
             )
         if self.validation_sequences < 0:
             problems.append(f"validation_sequences ({self.validation_sequences}) must not be negative")
-        if not 0 <= self.bucket_mib < math.inf:
-            problems.append(f"bucket_mib ({self.bucket_mib}) must be finite and at least 0; 0 leaves layers apart")
+        if not 0 <= self.bucket_mib <= _MOST_BUCKET_MIB:
+            problems.append(
+                f"bucket_mib ({self.bucket_mib}) must be 0 to {_MOST_BUCKET_MIB}; 0 leaves layers apart"
+            )
         if self.respawn < 0:
             problems.append(f"respawn ({self.respawn}) must not be negative; 0 starts no process anew")
         if self.state_check_every < 0:

@@ -55,9 +55,12 @@ def use_of(pid: int) -> tuple[int, int, float]:
     return len(os.listdir(f"/proc/{pid}/fd")), threads, pages * os.sysconf("SC_PAGESIZE") / MEBIBYTE
 
 
-def steps_on(running: RunningJob, number: int) -> Callable[[], bool]:
-    start = running.progress().get("step", 0)
-    return lambda: running.progress().get("step", 0) >= start + number
+def is_protected(running: RunningJob) -> bool:
+    """Whether a step was committed under mirrors that were whole: the first step after a return still tells of those
+    that the return has left. What is told of a step comes a little later, so an older one says nothing."""
+    decision, told = running.decision(), running.progress()
+    assert decision is not None
+    return told.get("step", 0) >= decision.committed + 2 and told["unprotected"] is None
 
 
 def play(folder: Path, cycles: int) -> list[dict[str, tuple[int, int, float]]]:
@@ -80,8 +83,7 @@ def play(folder: Path, cycles: int) -> list[dict[str, tuple[int, int, float]]]:
             return slot in decision.members and incarnation_of(decision.incarnations, slot) == incarnation
 
         wait_for(is_back)
-        # Mirrors are whole again after the next step: the next loss must not need a checkpoint.
-        wait_for(steps_on(running, 3))
+        wait_for(lambda: is_protected(running))  # the next loss must not need a checkpoint
         found = {"trainer 0": use_of(pids[0])}
         found |= {f"supervisor {slot}": use_of(pid) for slot, pid in supervisors.items()}
         used.append(found)

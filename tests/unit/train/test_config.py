@@ -44,6 +44,7 @@ def test_the_defaults_are_a_job(run_dir: Path) -> None:
 
 WRONG: dict[str, tuple[dict[str, Any], str]] = {
     "bucket_mib": ({"bucket_mib": float("nan")}, "bucket_mib (nan)"),
+    "bucket_mib beyond reason": ({"bucket_mib": 1e303}, "bucket_mib (1e+303)"),
     "steps": ({"steps": 0}, "steps (0)"),
     "replicas": ({"replicas": -1}, "replicas (-1)"),
     "replicas beyond slots": ({"replicas": 5}, "replicas (5)"),
