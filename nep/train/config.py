@@ -279,9 +279,7 @@ class TrainConfig:
         if self.validation_sequences < 0:
             problems.append(f"validation_sequences ({self.validation_sequences}) must not be negative")
         if not 0 <= self.bucket_mib <= _MOST_BUCKET_MIB:
-            problems.append(
-                f"bucket_mib ({self.bucket_mib}) must be 0 to {_MOST_BUCKET_MIB}; 0 leaves layers apart"
-            )
+            problems.append(f"bucket_mib ({self.bucket_mib}) must be 0 to {_MOST_BUCKET_MIB}; 0 leaves layers apart")
         if self.respawn < 0:
             problems.append(f"respawn ({self.respawn}) must not be negative; 0 starts no process anew")
         if self.state_check_every < 0:
