@@ -18,7 +18,7 @@ from nep.fault_tolerance.environment import environment_to_join
 from nep.fault_tolerance.running_job import JobAddress, RunningJob, find_job
 from nep.report.command_line import parse_options
 from nep.report.terminal import print_text
-from nep.train.agreement import ALERT_OPTION
+from nep.train.agreement import ALERT_OPTION, recorded_command
 from nep.train.alerts import target_problems
 
 _SIGNALS = (signal.SIGTERM, signal.SIGINT, signal.SIGHUP)
@@ -62,7 +62,8 @@ def main(arguments: Sequence[str]) -> int:
     for slot, who in job.kept_away().items():
         if job.host_of(slot) == os.uname().nodename:
             print_text(f"slot {slot} stays away (asked for by {who}); let it come back with: nep undrain {slot}")
-    print_text(f"job {job.address.run_id}: bringing back slots {slots} with {' '.join(command)}")
+    shown = recorded_command(command[0], command[1:])  # the given one may have a secret, too
+    print_text(f"job {job.address.run_id}: bringing back slots {slots} with {' '.join(shown)}")
     return _run(job.address, slots, (*command, *told), folder)
 
 

@@ -12,6 +12,8 @@ from typing import Any
 
 import pytest
 
+from tests.endtoend.supervisor_job import is_running
+
 REPOSITORY = Path(__file__).parents[2]
 SCRIPT = Path(__file__).with_name("supervisor_job.py")
 LAUNCH = ("-m", "nep.testing.launch", "--timeout", "60", "--json")
@@ -80,14 +82,6 @@ def wait_for_files(run_dir: Path, pattern: str, count: int) -> None:
     while len(list(run_dir.glob(pattern))) < count:
         assert time.monotonic() < deadline, f"{count} files {pattern} did not come up in {run_dir}"
         time.sleep(0.02)
-
-
-def is_running(pid: int) -> bool:
-    try:
-        stat = Path("/proc", str(pid), "stat").read_text()
-    except FileNotFoundError:
-        return False
-    return stat.rpartition(")")[2].split()[0] != "Z"
 
 
 def wait_until_gone(pids: list[int], seconds: float) -> None:

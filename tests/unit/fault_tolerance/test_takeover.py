@@ -218,6 +218,10 @@ def test_a_node_that_comes_back_may_tell_of_alerts(
     with pytest.raises(ValueError, match="given twice"):
         join_command.main(["--on-alert", "cat", "--", __file__, "--on_alert=cat"])
     assert len(run) == 2
+    capsys.readouterr()
+    assert join_command.main(["--", __file__, "--on-alert", "cat /its/secret", "--seed", "0"]) == 0
+    assert run[2][2] == "cat /its/secret"
+    assert "secret" not in (out := capsys.readouterr().out) and "--seed 0" in out
 
 
 # The end.
